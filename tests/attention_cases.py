@@ -4,21 +4,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from configs.command_line import option_value
+from model import methods
 from model.attention import attend as attention
 from model.attention.choose import BACKENDS, choose_backend
 from model.attention.plan import plan_layer
 from model.attention.reference import plain_attention
-from model.methods.alibi import ALiBi
 from model.methods.base import KeyBias, Method, ScoreChange, Shape
-from model.methods.forgetting import Forgetting
-from model.methods.infini import Infini
-from model.methods.kerple import KerpleLog
-from model.methods.logn import LogN
-from model.methods.pope import PoPE
-from model.methods.rope import RoPE
-from model.methods.scale_invariant import ScaleInvariant
-from model.methods.sink import LearnedSink
-from model.methods.window import SlidingWindow
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -54,30 +46,34 @@ class GivenBias(KeyBias):
         return token_features
 
 
-MECHANISMS = {
-    "nope": [],
-    "rope": [(RoPE, {})],
-    "logn": [(RoPE, {}), (LogN, {})],
-    "alibi": [(ALiBi, {})],
-    "scale_invariant": [(RoPE, {}), (ScaleInvariant, {})],
-    "learned": [(ScaleInvariant, dict(learn_tau=True))],
-    "learned_moments": [(ScaleInvariant, dict(learn_moments=True))],
-    "learned_numbers": [(KerpleLog, {})],  # two a head
-    "skip_first": [(RoPE, {}), (ScaleInvariant, dict(skip_first=True))],
-    "skip_first_window": [(ScaleInvariant, dict(skip_first=True, learn_tau=True, terms="m")),
-                          (SlidingWindow, dict(window=37))],
-    "by_head": [(ByHead, {})],
-    "for_all_heads": [(ForAllHeads, {})],
-    "pope": [(PoPE, {}), (ScaleInvariant, {})],  # q and k are wider than v
-    "key_bias": [(Forgetting, {})],
-    "window": [(RoPE, {}), (SlidingWindow, dict(window=37))],
-    "sink": [(LearnedSink, {})],
-    "scale_invariant_sink": [(ScaleInvariant, {}), (LearnedSink, {})],  # a sink sees constants that softmax ignores
-    "all": [
-        (ScaleInvariant, dict(learn_tau=True)), (GivenBias, {}), (SlidingWindow, dict(window=37)), (LearnedSink, {}),
-    ],
-}  # fmt: skip
-INFINI = [(RoPE, {}), (Infini, dict(segment_length=50))]
+OWN = {"by_head": ByHead, "for_all_heads": ForAllHeads, "given_bias": GivenBias}
+MECHANISMS = {  # each with its options, as in `window window=37`
+    "nope": "",
+    "rope": "rope",
+    "logn": "rope | logn",
+    "alibi": "alibi",
+    "scale_invariant": "rope | scale_invariant",
+    "learned": "scale_invariant learn_tau=True",
+    "learned_moments": "scale_invariant learn_moments=True",
+    "learned_numbers": "kerple_log",  # two a head
+    "skip_first": "rope | scale_invariant skip_first=True",
+    "skip_first_window": "scale_invariant skip_first=True learn_tau=True terms=m | window window=37",
+    "by_head": "by_head",
+    "for_all_heads": "for_all_heads",
+    "pope": "pope | scale_invariant",  # q and k are wider than v
+    "key_bias": "forget",
+    "window": "rope | window window=37",
+    "sink": "sink",
+    "scale_invariant_sink": "scale_invariant | sink",  # a sink sees constants that softmax ignores
+    "all": "scale_invariant learn_tau=True | given_bias | window window=37 | sink",
+}
+INFINI = "rope | infini segment_length=50"
+
+
+def parse(case):
+    """Return a name and its options, from `name option=value ...`."""
+    name, *options = case.split()
+    return name, {key: option_value(value) for key, _, value in (option.partition("=") for option in options)}
 
 
 def random(*shape, seed):
@@ -87,8 +83,8 @@ def random(*shape, seed):
 def make_case(name, num_heads=3, head_dim=16):
     """A method of MECHANISMS with random parameters."""
     shape = Shape(num_heads, head_dim, train_length=64)
-    chosen = INFINI if name == "infini" else MECHANISMS[name]
-    method = Method(name, shape, [mechanism(shape, **options) for mechanism, options in chosen])
+    parts = map(parse, filter(None, MECHANISMS.get(name, INFINI).split("|")))
+    method = Method(name, shape, [(OWN | methods.MECHANISMS)[part](shape, **options) for part, options in parts])
     for seed, parameter in enumerate(method.parameters()):
         parameter.data = 0.1 + 0.3 * random(*parameter.shape, seed=seed).float()
     return method

@@ -9,7 +9,6 @@ import torch
 from attention_cases import (
     CPU,
     CUDA,
-    LAYOUTS,
     MECHANISMS,
     assert_near,
     attend,
@@ -76,14 +75,6 @@ WITHOUT_INPUT = [case for case in CASES if not make_case(case.values[1]).needs_i
 def test_the_last_queries_alone_are_the_formula_s(backend, name, flex_with_gradients):
     for queries in (1, 17) if backend in SLOW else (1, 17, 130):
         check(backend, make_case(name), 300, queries=queries)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ["blocks", "cpu"])
-def test_any_layout_in_memory(backend, layout):
-    method = make_case("scale_invariant")
-    skip_unless_runs(backend, method)
-    check(backend, method, 33, layout=layout)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)

@@ -60,14 +60,6 @@ def test_random_calls_are_the_formula(seed, long, threads):
               queries=None if method.needs_input else draw.choice([None, draw.randint(1, length)]))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("num_heads", [1, 3])
-def test_any_number_of_threads(count, num_heads, threads):
-    """With few heads, several threads share the key tiles of one head. Each has a separate dQ."""
-    threads(count)
-    check("cpu", extended(300, num_heads), 800, batch=1, weigh_output=1.0)
-
-
 @pytest.mark.parametrize("length", [127, 128, 129, 255, 256, 257, 515])
 @pytest.mark.parametrize("window", [None, 1, 33, 64, 128, 257])
 def test_lengths_and_windows_near_the_size_of_a_tile(length, window):

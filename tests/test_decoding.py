@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from attention_cases import attend, make_case
+from attention_cases import attend, make_case, parse
+from commands import refuses
 from test_gpt import make_random_gpt, random_tokens
-from test_methods import assert_near, assert_refused, random
+from test_methods import assert_near, random
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
@@ -15,25 +16,13 @@ from model.methods.names import canonical_name
 STEPS = 23
 
 NAMES = list(dict.fromkeys([*METHODS, *map(canonical_name, MECHANISMS)]))
-CASES = [(name, {}) for name in NAMES] + [
-    ("rope+window", dict(window=7)),
-    ("p_rope+window", dict(window=1)),
-    ("fox,rope+window", dict(window=9)),
-    ("infini_p_rope,scale_invariant_nope", dict(segment_length=7)),
-    ("rope_ntk", dict(stretch=3.0)),
-    ("logn_p_rope", dict(context="length")),
-    ("logn_ntk", dict(context="length")),
-    ("alibi", dict(slopes="geometric")),
-    ("scale_invariant_p_rope", dict(tau=0.1)),
-    ("scale_invariant_p_rope", dict(learn_tau=True)),
-    ("scale_invariant_p_rope", dict(tau_ratio=8.0, learn_gain=True)),
-    ("scale_invariant_p_rope", dict(skip_first=True, learn_tau=True)),
-    ("scale_invariant_p_rope", dict(learn_moments=True)),
-    ("scale_invariant_p_rope+window", dict(skip_first=True, window=9)),
-    ("infini_rope", dict(segment_length=7)),
-    ("infini_p_rope", dict(segment_length=10)),  # 130 tokens end at a border
-    ("infini_p_rope", dict(segment_length=1)),
-]
+CASES = [(name, {}) for name in NAMES] + [parse(case) for case in """rope+window window=7 | p_rope+window window=1
+    | fox,rope+window window=9 | infini_p_rope,scale_invariant_nope segment_length=7 | rope_ntk stretch=3
+    | logn_p_rope context=length | logn_ntk context=length | alibi slopes=geometric | scale_invariant_p_rope tau=0.1
+    | scale_invariant_p_rope learn_tau=True | scale_invariant_p_rope tau_ratio=8 learn_gain=True
+    | scale_invariant_p_rope skip_first=True learn_tau=True | scale_invariant_p_rope learn_moments=True
+    | scale_invariant_p_rope+window skip_first=True window=9 | infini_rope segment_length=7
+    | infini_p_rope segment_length=10 | infini_p_rope segment_length=1""".split("|")]  # 130 is a multiple of 10
 
 every_case = pytest.mark.parametrize("name, options", CASES, ids=[f"{name}-{options}" for name, options in CASES])
 
@@ -145,11 +134,11 @@ def test_rows_stop_each_at_its_time_and_are_filled_up():
 
 def test_lengths_that_do_not_fit_are_refused():
     tokens, _ = random_tokens(11)
-    with assert_refused("0 queries"):
+    with refuses("0 queries"):
         greedy_decode(make_model("rope"), tokens[:, :0], 5)
-    with assert_refused("target_length 12", "15"):
+    with refuses("target_length 12", "15"):
         greedy_decode(make_model("yarn"), tokens, 5, target_length=12)
     decoder = Decoder(make_model("rope"), 10)
     decoder.prefill(tokens[:, :10])
-    with assert_refused("max_length 10"):
+    with refuses("max_length 10"):
         decoder.step(tokens[:, 10])

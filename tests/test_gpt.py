@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
-from test_methods import NAMES, assert_near, assert_refused, random
+from commands import refuses
+from test_methods import NAMES, assert_near, random
 from torch.testing import assert_close
 
 from configs.config import Config
@@ -135,7 +136,7 @@ def test_the_seed_alone_decides_the_initial_weights(name):
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():
-    with assert_refused("model_dim 96", "num_heads 5"):
+    with refuses("model_dim 96", "num_heads 5"):
         make_gpt(num_heads=5)
 
 
