@@ -30,22 +30,26 @@ COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++
 pytestmark = pytest.mark.skipif(not COMPILER, reason="the kernels need a C++ compiler")
 
 
-def extended(window=None, num_heads=2, learn_tau=True, sink=True):
+def extended(window=None, num_heads=2, sinks=1):
     shape = Shape(num_heads, head_dim=16, train_length=64)
-    mechanisms = [ScaleInvariant(shape, learn_tau=learn_tau), GivenBias(shape)]
-    mechanisms += [LearnedSink(shape, sink_init=0.7)] * sink
-    mechanisms += [SlidingWindow(shape, window=window)] if window else []
+    mechanisms = [ScaleInvariant(shape, learn_tau=True), GivenBias(shape)]
+    mechanisms += [LearnedSink(shape, sink_init=0.7)] * sinks
+    mechanisms += [SlidingWindow(shape, window=window or 1)] * bool(window)
     return Method("extended", shape, mechanisms)
 
 
 def random_method(draw):
-    shape = Shape(draw.randint(1, 5), draw.choice([1, 2, 3, 8, 16, 20, 33, 64, 65, 128]), train_length=64)
-    changes = [], [ALiBi(shape)], [ScaleInvariant(shape, learn_tau=draw.random() < 0.5)]
-    mechanisms = draw.choice(changes) + [GivenBias(shape)] * draw.randint(0, 1)
-    mechanisms += [LearnedSink(shape, sink_init=draw.uniform(-3, 3))] * draw.randint(0, 1)
+    head_dim = draw.choice([1, 2, 3, 8, 16, 20, 33, 64, 65, 128])
+    shape = Shape(draw.randint(1, 5), head_dim, train_length=64)
+    change = draw.choice([ALiBi(shape), ScaleInvariant(shape, learn_tau=draw.random() < 0.5)])
     window = draw.choice([1, 2, 31, 64, draw.randint(1, 700)])
-    mechanisms += [SlidingWindow(shape, window=window)] * draw.randint(0, 1)
-    return Method("random", shape, mechanisms)
+    mechanisms = [
+        change,
+        GivenBias(shape),
+        LearnedSink(shape, sink_init=draw.uniform(-3, 3)),
+        SlidingWindow(shape, window=window),
+    ]
+    return Method("random", shape, [mechanism for mechanism in mechanisms if draw.randint(0, 1)])
 
 
 @pytest.mark.parametrize("seed", range(12))

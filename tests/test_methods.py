@@ -1,12 +1,13 @@
 """The paper's methods against the float64 formulas of reference.py: values, gradients, names, options, refusals."""
 
+import cmath
 import dataclasses
 import math
 
 import pytest
 import reference
 import torch
-from attention_cases import assert_near, attend, make_plan, parse, random
+from attention_cases import assert_near, assert_same_function, attend, cast, make_plan, parse, random_qkv
 from commands import refuses
 from torch.testing import assert_close
 
@@ -47,36 +48,14 @@ def make(name, num_heads=6, head_dim=16, train_length=TRAIN_LENGTH, **options):
     return make_method(name, Shape(num_heads, head_dim, train_length), **options)
 
 
-def make_learned(name, num_heads, head_dim, options):
-    """Return the method with a random parameter, and the same parameter in float64, or None."""
+def make_learned(name, num_heads, head_dim, **options):
+    """Return the method with a random parameter or none, its parameters, these in float64, and reference's options."""
     method = make(name, num_heads, head_dim, **options)
-    learned = None
-    for parameter in method.parameters():
+    parameters = [*method.parameters()]
+    for parameter in parameters:
         torch.nn.init.normal_(parameter, 0.1, 0.3, generator=torch.Generator().manual_seed(num_heads))
-        learned = parameter.detach().double().requires_grad_()
-    return method, learned
-
-
-def random_qkv(num_heads, head_dim, length, batch=2):
-    return [random(batch, num_heads, length, head_dim, seed=length + i).requires_grad_() for i in range(3)]
-
-
-def cast(tensors, dtype):
-    return [x.detach().to(dtype).requires_grad_() for x in tensors]
-
-
-def gradients(output, inputs):
-    """Return the gradients of a randomly weighted sum of the output."""
-    weight = random(*output.shape, seed=0).to(output.dtype)
-    return torch.autograd.grad((output * weight).sum(), inputs, materialize_grads=True, retain_graph=True)
-
-
-def assert_same_function(output, inputs, expected, exact_inputs, tolerance):
-    """Values, and the gradients of the inputs, which may include the method's parameter (None without one)."""
-    assert_near(output, expected, tolerance)
-    exact = gradients(expected, [x for x in exact_inputs if x is not None])
-    for gradient, truth in zip(gradients(output, inputs), exact, strict=True):
-        assert_near(gradient, truth, tolerance)
+    exact = cast(parameters, torch.float64)
+    return method, parameters, exact, dict(options, train_length=TRAIN_LENGTH, learned=exact[0] if exact else None)
 
 
 # ---- values and gradients --------------------------------------------------------------------------------------------
@@ -86,40 +65,53 @@ def assert_same_function(output, inputs, expected, exact_inputs, tolerance):
 @every_case
 def test_output_and_logits_are_the_reference(case, batch, num_heads, head_dim, length, target_length):
     name, options = parse(case)
-    method, learned = make_learned(name, num_heads, head_dim, options)
-    lengths = dict(train_length=TRAIN_LENGTH, target_length=target_length)
+    method, parameters, exact_parameters, known = make_learned(name, num_heads, head_dim, **options)
     exact = random_qkv(num_heads, head_dim, length, batch)
-    expected = reference.attend(name, *exact, **lengths, learned=learned, **options)
+    expected = reference.attend(name, *exact, target_length=target_length, **known)
     tolerances = {torch.float32: 1e-5, torch.float64: 2e-6}  # the tables of cos, sin, a and m are float32
     for dtype, tolerance in list(tolerances.items())[: 2 if length == 130 else 1]:
-        inputs = cast(exact, dtype)
-        output = attend(method, *inputs, target_length=target_length)
+        q, k, v = inputs = cast(exact, dtype)
+        output = attend(method, q, k, v, target_length=target_length)
         assert output.dtype == dtype
-        parameters = [*method.parameters()]
-        assert_same_function(output, [*inputs, *parameters], expected, [*exact, learned], tolerance)
-        last = attend(method, inputs[0][:, :, -37:], *inputs[1:], target_length=target_length)
+        assert_same_function(output, inputs + parameters, expected, exact + exact_parameters, tolerance)
+        last = attend(method, q[:, :, -37:], k, v, target_length=target_length)
         assert_near(last, expected[:, :, -37:], tolerance)
         if not name.startswith("infini"):
-            logits = attention_logits(method, *inputs[:2], target_length=target_length)
-            truth = reference.attention_logits(name, *exact[:2], **lengths, learned=learned, **options)
-            assert_close(logits.isneginf(), torch.ones(length, length).triu(1).bool().expand_as(logits))
-            exact_inputs = [*exact[:2], learned]
-            assert_same_function(logits.tril(), [*inputs[:2], *parameters], truth.tril(), exact_inputs, tolerance)
+            logits = attention_logits(method, q, k, target_length=target_length)
+            truth = reference.attention_logits(name, *exact[:2], target_length=target_length, **known)
+            assert torch.equal(logits.isneginf(), truth.isneginf())
+            exact_leaves = exact[:2] + exact_parameters
+            assert_same_function(logits.tril(), [q, k, *parameters], truth.tril(), exact_leaves, tolerance)
+
+
+@pytest.mark.parametrize("backend", ["auto", "blocks"])
+@pytest.mark.parametrize("name", ["rope", "yarn", "logn_ntk", "alibi", "scale_invariant_p_rope"])
+def test_late_queries_of_a_long_context_are_the_reference(name, backend):
+    """4200 keys: from 4096 on, blocks are recomputed in the backward pass."""
+    method, parameters, exact_parameters, known = make_learned(name, 2, 16)
+    q, k, v = random_qkv(2, 16, 4200, batch=1)
+    exact = cast([q[:, :, -150:], k, v], torch.float64)
+    expected = reference.attend(name, *exact, q_offset=4050, **known)
+    inputs = cast(exact, torch.float32)
+    output = attend(method, *inputs, backend=backend)
+    assert_same_function(output, inputs + parameters, expected, exact + exact_parameters, 2e-5)
 
 
 def test_reference_attention_is_a_loop_over_tokens():
     """The reference against the formulas in plain Python, for the paper's method: one head, five tokens, D = 8."""
     q, k, v = (x.detach()[0, 0] for x in random_qkv(1, 8, 5, batch=1))
     theta = [1.0, 1 / 1024, 0.0, 0.0]
+    output = reference.attend("scale_invariant_p_rope", *(x[None, None] for x in (q, k, v)), train_length=4)
     for i in range(5):
         weights = []
         for t in range(i + 1):
-            score = sum((complex(q[i, c], q[i, c + 4]) * complex(k[i - t, c], -k[i - t, c + 4])
-                         * complex(math.cos(t * theta[c]), -math.sin(t * theta[c]))).real for c in range(4))
+            score = 0
+            for c in range(4):
+                pair = complex(q[i, c], q[i, c + 4]) * complex(k[i - t, c], -k[i - t, c + 4])
+                score += (pair * cmath.exp(-1j * t * theta[c])).real
             a = math.sqrt(1 + 2 * math.log(1 + t / 10))
             weights.append(math.exp(a * score / math.sqrt(8) + 1 - a * a))
         expected = sum(w * v[i - t] for t, w in enumerate(weights)) / sum(weights)
-        output = reference.attend("scale_invariant_p_rope", *(x[None, None] for x in (q, k, v)), train_length=4)
         assert_close(output[0, 0, i], expected, rtol=0, atol=1e-12)
 
 
@@ -131,13 +123,12 @@ TABLE = {0: (1, 0), 1: (1.0912, -0.1906), 10: (1.5448, -1.3863), 100: (2.4074, -
 
 def test_a_and_m_are_the_table_65535_tokens_back():
     """Value channel c is 1 at one key alone, so output c is the key's attention weight."""
-    distances = torch.tensor(list(TABLE))
-    q, k = torch.zeros(2, 1, 1, 16), torch.zeros(2, 1, 65536, 16)
-    q[1, ..., 0], k[1, ..., 0] = 4, 4  # S = 4 everywhere in the second of the batch, 0 in the first
-    v = torch.zeros(65536, 16)
-    v[65535 - distances, torch.arange(8)] = 1
-    output = attend(make("scale_invariant_nope", num_heads=1), q, k, v.expand(2, 1, -1, -1))
-    m, four_a_plus_m = (output[:, 0, 0, :8] / output[:, 0, 0, :1]).log() + torch.tensor([[0.0], [4.0]])
+    k = torch.zeros(2, 1, 65536, 16)
+    k[1, ..., 0] = 4  # S = 4 everywhere in the second of the batch, 0 in the first
+    v = torch.zeros_like(k)
+    v[:, :, 65535 - torch.tensor(list(TABLE)), torch.arange(8)] = 1
+    output = attend(make("scale_invariant_nope", num_heads=1), k[:, :, :1], k, v)[:, 0, 0, :8]
+    m, four_a_plus_m = (output / output[:, :1]).log() + torch.tensor([[0.0], [4.0]])
     a = (four_a_plus_m - m) / 4
     assert_close(torch.stack([a, m], dim=-1), torch.tensor(list(TABLE.values())), rtol=0, atol=7e-5)
 
@@ -174,20 +165,21 @@ def test_options_of_a_new_mechanism_have_the_types_of_its_constructor(monkeypatc
             make("own", **{option: "wrong"})
 
 
-@pytest.mark.parametrize("name, other", [("rope", "rope_ntk"), ("rope", "yarn"), ("yarn", "rope"), ("rope_ntk", "yarn"),
-                                         ("logn_rope", "logn_ntk")])
-@pytest.mark.parametrize("length, same", [(TRAIN_LENGTH, True), (TRAIN_LENGTH // 2, True), (3 * TRAIN_LENGTH, False)])
-def test_an_alternative_is_the_other_method_with_these_weights(name, other, length, same):
+@pytest.mark.parametrize("name, other", [
+    ("rope", "rope_ntk"), ("rope", "yarn"), ("yarn", "rope"),
+    ("rope_ntk", "yarn"), ("logn_rope", "logn_ntk"),
+])
+@pytest.mark.parametrize("length", [TRAIN_LENGTH, TRAIN_LENGTH // 2, 3 * TRAIN_LENGTH])
+def test_an_alternative_is_the_other_method_with_these_weights(name, other, length):
     """As in a validation: the parameters of one method, the plan of the other."""
-    ours, learned = make_learned(name, 2, 16, dict(base=500.0))
+    ours, _, _, known = make_learned(name, 2, 16, base=500.0)
     alternative = make_alternative(name, other, ours.shape, dict(base=500.0))
     assert alternative.name == other
-    q, k, v = random_qkv(2, 16, length)
-    expected = reference.attend(other, q, k, v, train_length=TRAIN_LENGTH, base=500.0, learned=learned)
-    inputs = cast([q, k, v], torch.float32)
+    exact = random_qkv(2, 16, length)
+    inputs = cast(exact, torch.float32)
     output = attention.attend(ours, *inputs, plan=make_plan(alternative, length, length))
-    assert_near(output, expected, 1e-5)
-    assert torch.equal(output, attend(ours, *inputs)) == same
+    assert_near(output, reference.attend(other, *exact, **known), 1e-5)
+    assert torch.equal(output, attend(ours, *inputs)) == (length <= TRAIN_LENGTH)
 
 
 def test_a_plan_moves_an_alternative_to_the_device_of_the_model():
@@ -204,16 +196,19 @@ def test_a_plan_moves_an_alternative_to_the_device_of_the_model():
 ])
 def test_methods_that_train_differently_are_no_alternatives(name, other):
     with refuses(name, other):
-        make_alternative(name, other, Shape(2, 16, TRAIN_LENGTH), dict(base=1e4) if name == "p_rope" else {})
+        options = dict(base=1e4) if name == "p_rope" else {}
+        make_alternative(name, other, Shape(2, 16, TRAIN_LENGTH), options)
 
 
 # ---- ALiBi and LogN --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_heads, slopes, exponents", [
-    (6, "official", [2, 4, 6, 8, 1, 3]), (8, "official", range(1, 9)),
+    (6, "official", [2, 4, 6, 8, 1, 3]),
+    (8, "official", range(1, 9)),
     (12, "official", [*range(1, 9), 0.5, 1.5, 2.5, 3.5]),
-    (6, "geometric", [8 * h / 6 for h in range(1, 7)]), (8, "geometric", range(1, 9)),
+    (6, "geometric", [8 * h / 6 for h in range(1, 7)]),
+    (8, "geometric", range(1, 9)),
 ])
 def test_alibi_slopes(num_heads, slopes, exponents):
     zeros = torch.zeros(1, num_heads, 9, 16)
@@ -260,17 +255,14 @@ def test_parts_that_exclude_each_other_or_do_not_exist_are_refused_by_name(name,
         make(name)
 
 
-@pytest.mark.parametrize("name, option, named", [
-    ("scale_invariant_rope", dict(tua=1.0), "tau"), ("infini_p_rope", dict(segment_length=1.5), "1.5"),
-    ("p_rope", dict(form="wrong"), "wrong"), ("alibi", dict(slopes="wrong"), "wrong"),
-    ("logn_rope", dict(context="wrong"), "wrong"),
-    *(("scale_invariant_p_rope", dict(tau=tau), str(tau)) for tau in (0.0, -1.0, math.inf, math.nan)),
-    ("scale_invariant_p_rope", dict(tau_ratio=-2.0), "-2"), ("rope+window", dict(window=0), "0"),
-    ("fire", dict(threshold=-3), "-3"), ("log_offset", dict(offset=0.5), "0.5"), ("n_power", dict(head_dim=1), "1"),
-])
-def test_wrong_options_are_refused(name, option, named):
-    with refuses(*option, named):
-        make(name, 12, **option)
+@pytest.mark.parametrize("case", """scale_invariant_rope tua=tau | infini_p_rope segment_length=1.5 | p_rope form=wrong
+    | alibi slopes=wrong | logn_rope context=wrong | scale_invariant_p_rope tau=0.0 | scale_invariant_p_rope tau=-1.0
+    | scale_invariant_p_rope tau=inf | scale_invariant_p_rope tau=nan | scale_invariant_p_rope tau_ratio=-2.0
+    | rope+window window=0 | fire threshold=-3 | log_offset offset=0.5 | n_power head_dim=1""".split("|"))
+def test_wrong_options_are_refused_by_name_and_value(case):
+    name, options = parse(case)
+    with refuses(*options, *options.values()):
+        make(name, **{"num_heads": 12} | options)
 
 
 @pytest.mark.parametrize("function", [attend, attention_logits])
