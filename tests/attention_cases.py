@@ -139,10 +139,10 @@ def assert_near(actual, expected, tolerance, least=1.0):
     assert_close(actual.double().cpu(), expected.double().cpu(), rtol=0, atol=tolerance * scale)
 
 
-def assert_same_function(output, inputs, expected, exact_inputs, tolerance):
-    """Compare values and the gradients of the inputs, which may include the method's parameters."""
+def assert_same_function(output, inputs, expected, truths, tolerance):
+    """Compare values, and the gradients of the inputs, which may include the method's parameters, with truths."""
     assert_near(output, expected, tolerance)
-    for pair in zip(gradients(output, inputs), gradients(expected, exact_inputs), strict=True):
+    for pair in zip(gradients(output, inputs), truths, strict=True):
         assert_near(*pair, tolerance)
 
 

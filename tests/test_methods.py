@@ -7,7 +7,7 @@ import math
 import pytest
 import reference
 import torch
-from attention_cases import assert_near, assert_same_function, attend, cast, make_plan, parse, random_qkv
+from attention_cases import assert_near, assert_same_function, attend, cast, gradients, make_plan, parse, random_qkv
 from commands import refuses
 from torch.testing import assert_close
 
@@ -68,20 +68,21 @@ def test_output_and_logits_are_the_reference(case, batch, num_heads, head_dim, l
     method, parameters, exact_parameters, known = make_learned(name, num_heads, head_dim, **options)
     exact = random_qkv(num_heads, head_dim, length, batch)
     expected = reference.attend(name, *exact, target_length=target_length, **known)
+    truths = gradients(expected, exact + exact_parameters)
     tolerances = {torch.float32: 1e-5, torch.float64: 2e-6}  # the tables of cos, sin, a and m are float32
     for dtype, tolerance in list(tolerances.items())[: 2 if length == 130 else 1]:
         q, k, v = inputs = cast(exact, dtype)
         output = attend(method, q, k, v, target_length=target_length)
         assert output.dtype == dtype
-        assert_same_function(output, inputs + parameters, expected, exact + exact_parameters, tolerance)
+        assert_same_function(output, inputs + parameters, expected, truths, tolerance)
         last = attend(method, q[:, :, -37:], k, v, target_length=target_length)
         assert_near(last, expected[:, :, -37:], tolerance)
         if not name.startswith("infini"):
             logits = attention_logits(method, q, k, target_length=target_length)
             truth = reference.attention_logits(name, *exact[:2], target_length=target_length, **known)
             assert torch.equal(logits.isneginf(), truth.isneginf())
-            exact_leaves = exact[:2] + exact_parameters
-            assert_same_function(logits.tril(), [q, k, *parameters], truth.tril(), exact_leaves, tolerance)
+            truth_gradients = gradients(truth.tril(), exact[:2] + exact_parameters)
+            assert_same_function(logits.tril(), [q, k, *parameters], truth.tril(), truth_gradients, tolerance)
 
 
 @pytest.mark.parametrize("backend", ["auto", "blocks"])
@@ -94,7 +95,7 @@ def test_late_queries_of_a_long_context_are_the_reference(name, backend):
     expected = reference.attend(name, *exact, q_offset=4050, **known)
     inputs = cast(exact, torch.float32)
     output = attend(method, *inputs, backend=backend)
-    assert_same_function(output, inputs + parameters, expected, exact + exact_parameters, 2e-5)
+    assert_same_function(output, inputs + parameters, expected, gradients(expected, exact + exact_parameters), 2e-5)
 
 
 def test_reference_attention_is_a_loop_over_tokens():

@@ -1,13 +1,14 @@
 """Replacements of softmax attention against float64 formulas written from their sources, one query after the other."""
 
+import functools
 import math
 
 import pytest
 import torch
-from attention_cases import attend
+import torch.nn.functional as F
+from attention_cases import are_finite, assert_near, assert_same_function, attend, cast, gradients, random, random_qkv
 from reference import alibi_slopes
 from test_gpt import make_random_gpt, random_tokens
-from test_methods import assert_near, cast, gradients, random, random_qkv
 from test_rivals import by_rows, check_formula, make, nape, sigmoid
 
 from model import query_blocks
@@ -30,10 +31,10 @@ def wall(method, q, k, v, x):
     f = sigmoid(project(x, weight.unflatten(0, bias.shape)) + bias[:, None])  # (B, H, T, D)
 
     def weights(i, t, S):
-        gates = torch.cat((f[:, :, 1 : i + 1], torch.ones_like(f[:, :, :1])), dim=2)
+        gates = F.pad(f[:, :, 1 : i + 1], (0, 0, 0, 1), value=1.0)
         decay = gates.flip(2).cumprod(dim=2).flip(2)  # of the keys 0 to i
-        logits = (q[:, :, i, None] * k[:, :, : i + 1] * decay).sum(-1) / q.shape[-1] ** 0.5
-        return logits.softmax(dim=-1)
+        products = q[:, :, i, None] * k[:, :, : i + 1] * decay
+        return (products.sum(-1) / q.shape[-1] ** 0.5).softmax(dim=-1)
     return by_rows(weights, q, k, v)
 
 
@@ -44,7 +45,8 @@ def softplus(method, q, k, v, x):
     def weights(i, t, S):
         n, cosine = i + 1, S / D**0.5  # QK-norm gives q and k the norm sqrt(D)
         A = torch.log(1 + torch.exp(math.log(D) * math.log(n) * cosine))
-        A = torch.clamp(A / A.sum(-1, keepdim=True) * n - (0 if i < 3 else 1), min=0) ** 15
+        A = n * A / A.sum(-1, keepdim=True)
+        A = torch.clamp(A - (i >= 3), min=0) ** 15
         return A / A.sum(-1, keepdim=True)
     return by_rows(weights, q, k, v)
 
@@ -61,15 +63,18 @@ def path_bias(method, q, k, v, x):
     def weights(i, t, S):
         products = (p[:, :, i, None] * rotated[:, :, : i + 1]).sum(-1)
         steps = alibi_slopes(H)[:, None] * torch.log(sigmoid(products / 8))
-        return (S + torch.stack([steps[:, :, j + 1 :].sum(-1) for j in range(i + 1)], dim=-1)).softmax(dim=-1)
+        sums = [steps[:, :, j + 1 :].sum(-1) for j in range(i + 1)]
+        return (S + torch.stack(sums, dim=-1)).softmax(dim=-1)
     return by_rows(weights, q, k, v)
 
 
 def sorted_entmax(z):
     """Peters et al. 2019, algorithm 2: the threshold from mean and variance of the k largest of z / 2."""
-    ordered, k = (z / 2).sort(dim=-1, descending=True).values, torch.arange(1, z.shape[-1] + 1)
-    mean, squares = ordered.cumsum(-1) / k, ordered.square().cumsum(-1) / k
-    threshold = mean - ((1 - k * (squares - mean**2)) / k).clamp(min=1e-30).sqrt()
+    ordered = (z / 2).sort(dim=-1, descending=True).values
+    k = torch.arange(1, z.shape[-1] + 1)
+    mean = ordered.cumsum(-1) / k
+    squares = ordered.square().cumsum(-1) / k
+    threshold = mean - (1 / k - squares + mean**2).clamp(min=1e-30).sqrt()
     last = (threshold <= ordered).sum(-1, keepdim=True) - 1
     return torch.clamp(z / 2 - threshold.gather(-1, last), min=0) ** 2
 
@@ -86,7 +91,7 @@ FORMULAS = {"wall": wall, "softplus": softplus, "grape_ap": path_bias, "nape_ent
 @pytest.mark.parametrize("batch, num_heads, head_dim, length", SHAPES)
 def test_a_replacement_computes_the_formula_of_its_source(name, batch, num_heads, head_dim, length):
     tolerances = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.03}
-    check_formula(make(name, num_heads, head_dim), FORMULAS[name], num_heads, head_dim, length, batch, tolerances)
+    check_formula(make(name, num_heads, head_dim), FORMULAS[name], length, batch, tolerances)
 
 
 @pytest.mark.slow
@@ -99,51 +104,53 @@ def test_a_compiled_block_does_not_unroll_the_loop_over_a_long_text(name, monkey
         operations.append(len(graph.graph.nodes))
         return graph.forward
 
-    (tokens, targets), plans = random_tokens(700, batch=1), model.plan(700, backend="blocks")
+    plan = model.plan(700, backend="blocks")
+    losses = functools.partial(model, *random_tokens(700, batch=1), plan=plan, per_token=True)
     with torch.inference_mode():
-        expected = model(tokens, targets, plan=plans, per_token=True)
+        expected = losses()
         for block in model.blocks:
             block.compile(dynamic=False, backend=count)
-        assert_near(model(tokens, targets, plan=plans, per_token=True), expected, 1e-5)
+        assert_near(losses(), expected, 1e-5)
     assert operations and max(operations) < 200
 
 
 @pytest.mark.parametrize("bias", [-40.0, 4.0])
 def test_wall_survives_gates_whose_products_underflow(bias):
-    method, exact = make("wall", 2, 8), random_qkv(2, 8, 150, batch=1)
+    method, exact = make("wall"), [*random_qkv(2, 8, 150, batch=1), random(1, 150, 16, seed=6)]
     method.replacement.bias.data += bias * random(2, 8, seed=5).abs().float()
-    x = random(1, 150, 16, seed=6)
-    inputs = cast([*exact, x], torch.float32)
-    output = attend(method, *inputs[:3], x=inputs[3])
-    assert_near(output, wall(method, *exact, x), 1e-5)
-    parameters = list(method.parameters())
-    assert all(gradient.isfinite().all() for gradient in gradients(output, inputs + parameters))
+    inputs = cast(exact, torch.float32)
+    output = attend(method, *inputs)
+    assert_near(output, wall(method, *exact), 1e-5)
+    assert are_finite(output, [*inputs, *method.parameters()])
 
 
 def test_wall_forgets_at_first_over_the_scaled_memory():
-    for scale, bias in [(1.0, 8.0), (1 / 16, 8 - math.log(16))]:  # the authors' bias, and one for shorter texts
+    for scale in (1, 1 / 16):  # the authors' bias is 8
         replacement = make_method("wall", Shape(2, 8, 64, scale)).replacement
         log_f = replacement.token_features(random(1, 5, 16, seed=1).float())
-        assert_near(log_f, torch.full((1, 2, 5, 8), -math.log1p(math.exp(-bias))), 1e-6)
+        expected = -math.log1p(math.exp(-8) / scale)
+        assert_near(log_f, torch.full((1, 2, 5, 8), expected), 1e-6)
 
 
 def test_softplus_survives_powers_that_overflow():
     """One key along the query and 1999 keys against it: n A is near 2000, and 2000^15 overflows float32."""
-    q, v = 8 * torch.nn.functional.normalize(random(1, 2, 1, 64, seed=1), dim=-1), random(1, 2, 2000, 64, seed=2)
+    q = 8 * F.normalize(random(1, 2, 1, 64, seed=1), dim=-1)
+    v = random(1, 2, 2000, 64, seed=2)
     k = -q.repeat(1, 1, 2000, 1)
     k[:, :, 700] *= -1
     inputs = cast([q, k, v], torch.float32)
     output = attend(make("softplus", 2, 64), *inputs)
     assert_near(output, v[:, :, 700:701], 1e-5)
-    assert all(gradient.isfinite().all() for gradient in gradients(output, inputs))
+    assert are_finite(output, inputs)
 
 
 def test_softplus_gives_no_weight_where_all_keys_score_alike():
-    q, k, v = cast([x.detach() for x in random_qkv(2, 16, 150, batch=1)], torch.float32)
+    q, k, v = cast(random_qkv(2, 16, 150, batch=1), torch.float32)
     output = attend(make("softplus", 2, 16), 0 * q, k, v)
-    assert_near(output[:, :, :3], torch.stack([v[:, :, :n].mean(2) for n in (1, 2, 3)], dim=2), 1e-5)
+    means = [v[:, :, :n].mean(2) for n in (1, 2, 3)]
+    assert_near(output[:, :, :3], torch.stack(means, dim=2), 1e-5)
     assert not output[:, :, 3:].any()
-    assert all(gradient.isfinite().all() for gradient in gradients(output, [q, k, v]))
+    assert are_finite(output, [q, k, v])
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 30.0])
@@ -152,7 +159,7 @@ def test_entmax_finds_its_threshold_among_many_keys(spread):
     z = (spread * random(3, 20_000, seed=1)).requires_grad_()
     weights, expected = entmax(z), sorted_entmax(z)
     assert_near(weights, expected, 1e-9)
-    assert_near(gradients(weights, [z])[0], gradients(expected, [z])[0], 1e-6)
+    assert_same_function(weights, [z], expected, gradients(expected, [z]), 1e-6)
     assert_near(entmax(z.float()), expected, 1e-5)
 
 

@@ -7,19 +7,30 @@ import math
 
 import pytest
 import torch
-from attention_cases import CPU, attend, make_plan
+import torch.nn.functional as F
+from attention_cases import (
+    CPU,
+    are_finite,
+    assert_near,
+    assert_same_function,
+    attend,
+    cast,
+    gradients,
+    make_plan,
+    random,
+    random_qkv,
+)
 from commands import refuses
 from test_gpt import make_random_gpt, random_tokens
-from test_methods import assert_near, cast, gradients, random, random_qkv
 
 from model.attention.choose import BACKENDS
 from model.attention.reference import attention_logits, plain_attention
-from model.methods.base import Shape
+from model.methods.base import Method, Shape
 from model.methods.make import make_layers, make_method
 from model.methods.names import layer_pattern
 
-SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]  # batch, heads, head dimension, tokens
-SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 4, 32, 130), (1, 2, 8, 300))]
+LARGE = [(1, 4, 32, 130), (1, 2, 8, 300)]  # batch, heads, head dimension, tokens
+SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)] + [pytest.param(*shape, marks=pytest.mark.slow) for shape in LARGE]
 NAMES = """fox p_rope+forget scale_invariant+forget p_rope+scale_invariant+forget rope+window p_rope+window p_rope+sink
     p_rope+scale_invariant+sink kerple_log kerple_power bam bam_ssmax p_rope+bam+sink scale_invariant_nope nape
     log_beyond log_steps log_offset factor log_root pope pope+scale_invariant p_rope+gate p_rope+xsa xsa fire
@@ -62,26 +73,31 @@ def paper(t):
     return a_squared**0.5, 1 - a_squared
 
 
-def kerple(penalty):
-    """Chi et al. 2022, equations 5 and 6: q.k / sqrt(d) minus a penalty of a, p and the distance."""
-    def make_row(method, q, k, x):
-        change = method.score_change
-        p = change.log_p.exp() if hasattr(change, "log_p") else 2 * sigmoid(change.logit_p)
-        return lambda i, t, S: S - penalty(change.log_a.exp()[:, None], p[:, None], t)
-    return make_row
+def kerple_log(method, q, k, x):
+    """Chi et al. 2022, equation 6."""
+    a, p = method.score_change.log_a.exp()[:, None], method.score_change.log_p.exp()[:, None]
+    return lambda i, t, S: S - p * torch.log(1 + a * t)
+
+
+def kerple_power(method, q, k, x):
+    """Chi et al. 2022, equation 5."""
+    a, p = method.score_change.log_a.exp()[:, None], 2 * sigmoid(method.score_change.logit_p)[:, None]
+    return lambda i, t, S: S - a * t**p
 
 
 def bam(method, q, k, x):
     """Bianchessi et al. 2025, released code: e^alpha (t + 1e-5)^beta is subtracted; SSMax multiplies S by s log n."""
     alpha, beta = method.score_change.alpha[:, None], method.score_change.beta[:, None]
-    scale = method.query_scale and method.query_scale.scale[:, None]
 
     def row(i, t, S):
-        return (S if scale is None else scale * math.log(i + 1) * S) - alpha.exp() * (t + 1e-5) ** beta
+        if method.query_scale:
+            S = method.query_scale.scale[:, None] * math.log(i + 1) * S
+        return S - alpha.exp() * (t + 1e-5) ** beta
     return row
 
 
-def scale_invariant_but_the_first_key(method, q, k, x):
+def scale_invariant(method, q, k, x):
+    """Anson et al. 2025, tau 10. The first key keeps a = 1 and m = 0."""
     def row(i, t, S):
         a, m = paper(t)
         return torch.where(t == i, S, a * S + m)
@@ -90,12 +106,14 @@ def scale_invariant_but_the_first_key(method, q, k, x):
 
 def nape(method, q, k, x):
     """Vasylenko et al. 2025: each query scales its row; the first half of the heads have ALiBi."""
-    H = q.shape[1]
-    slope = torch.tensor([2.0 ** (-8 * (h + 1) / (H // 2)) if h < H // 2 else 0 for h in range(H)]).double()[:, None]
+    H, half = q.shape[1], q.shape[1] // 2
+    slope = [2.0 ** (-8 * (h + 1) / half) for h in range(half)] + [0] * (H - half)
+    slope = torch.tensor(slope).double()[:, None]
 
     def row(i, t, S):
-        beta, gamma = (x[:, i] @ w.double().T for w in (method.query_scale.beta, method.query_scale.gamma))
-        factor = 1 + torch.log(1 + torch.exp(beta)) * math.log(max(i + 1, 2)) ** (2 * torch.tanh(gamma))
+        beta = torch.log(1 + torch.exp(x[:, i] @ method.query_scale.beta.double().T))
+        gamma = 2 * torch.tanh(x[:, i] @ method.query_scale.gamma.double().T)
+        factor = 1 + beta * math.log(max(i + 1, 2)) ** gamma
         return factor[..., None] * S - slope * t
     return row
 
@@ -107,11 +125,9 @@ def pope(method, q, k, x):
     theta = 10000.0 ** (-torch.arange(D, dtype=torch.float64) / D)
 
     def row(i, t, S):
-        products = magnitude_q[:, :, i, None] * magnitude_k[:, :, : i + 1] * torch.cos(delta - t[:, None] * theta)
-        scores = products.sum(-1) / D**0.5
-        if method.score_change is None:
-            return scores
-        a, m = paper(t)
+        products = magnitude_q[:, :, i, None] * magnitude_k[:, :, : i + 1]
+        scores = (products * torch.cos(delta - t[:, None] * theta)).sum(-1) / D**0.5
+        a, m = paper(t) if method.score_change else (1, 0)
         return a * scores + m
     return row
 
@@ -131,30 +147,37 @@ LOGITS = {  # of a row: functions of i, t and S
     "log_root": temperature(lambda i, D: math.sqrt(1 + 2 * math.log(i + 1))),
     "n_power": temperature(lambda i, D: (i + 1) ** (2 / (D - 1))),
     "nape": nape,
-    "scale_invariant_nope": scale_invariant_but_the_first_key,
+    "scale_invariant_nope": scale_invariant,
     "bam": bam,
     "bam_ssmax": bam,
-    "kerple_log": kerple(lambda a, p, t: p * torch.log(1 + a * t)),
-    "kerple_power": kerple(lambda a, p, t: a * t**p),
+    "kerple_log": kerple_log,
+    "kerple_power": kerple_power,
 }
+
+
+def of_rotation_and_scores(method, q, k, x):
+    """Logits of the mechanisms that test_methods.py holds to the paper."""
+    mechanisms = filter(None, (method.rotation, method.score_change))
+    dense = attention_logits(Method(method.name, method.shape, [*mechanisms]), q, k)
+    return lambda i, t, S: dense[:, :, i, : i + 1]
+
+
+def forgetting(method, x):
+    """Lin et al. 2025, equation 3: D_ij, the sum of log f_l over j < l <= i, (B, H, T, T)."""
+    gate = x @ method.key_bias.weight.double().T + method.key_bias.bias_of_gate.double()
+    sums = torch.log(sigmoid(gate)).transpose(1, 2).cumsum(-1)
+    return sums[..., None] - sums[:, :, None]
 
 
 def softmax_attention(method, q, k, v, x):
     """Return the output of softmax attention. Mechanisms change plain logits one by one."""
-    base = [mechanism for mechanism in (method.rotation, method.query_scale, method.score_change) if mechanism]
-    if method.name in LOGITS:
-        row = LOGITS[method.name](method, q, k, x)
-    else:
-        dense = attention_logits(type(method)(method.name, method.shape, base), q, k, x=x)
-        row = lambda i, t, S: dense[:, :, i, : i + 1]  # noqa: E731
-    if method.key_bias:
-        gate = x @ method.key_bias.weight.double().T + method.key_bias.bias_of_gate.double()
-        log_f = torch.log(sigmoid(gate)).transpose(1, 2)  # (B, H, T)
+    row = LOGITS.get(method.name, of_rotation_and_scores)(method, q, k, x)
+    D = forgetting(method, x) if method.key_bias else None
 
     def weights(i, t, S):
         logits = row(i, t, S)
-        if method.key_bias:  # Lin et al. 2025, equation 3: D_ij, the sum of log f_l over j < l <= i
-            logits = logits + torch.stack([log_f[:, :, j + 1 : i + 1].sum(-1) for j in range(i + 1)], dim=-1)
+        if method.key_bias:
+            logits = logits + D[:, :, i, : i + 1]
         if method.window:
             logits = logits.masked_fill(t >= method.window.window, -math.inf)
         if method.sink:
@@ -179,7 +202,7 @@ def with_learned_bias(method, q, k, v, x):
     c, threshold = 0.3 * weight["log_c"].exp(), 11.0 * weight["log_threshold"].exp()
 
     def weights(i, t, S):
-        share = torch.log(c * t + 1) / torch.log(c * max(torch.tensor([float(i)]).double(), threshold) + 1)
+        share = torch.log(c * t + 1) / torch.log(c * threshold.clamp(min=i) + 1)
         hidden = torch.clamp(share[:, None] * weight["slope"] + weight["offset"], min=0)  # (i + 1, WIDTH)
         return (S + (hidden @ weight["output"].T).T).softmax(dim=-1)
     return by_rows(weights, q, k, v)
@@ -200,45 +223,43 @@ def gated(method, y, v, x):
     return y - (1 if gate.share is None else torch.tanh(gate.share)[:, None, None]) * part
 
 
-def check_formula(method, formula, num_heads, head_dim, length, batch, tolerances):
+def check_formula(method, formula, length, batch, tolerances):
     """Compare values, gradients and the last queries alone with a formula, on all backends that run here.
 
     tolerances: by dtype, to which the inputs are rounded. The dense float64 form is tested first.
     """
+    num_heads, head_dim = method.num_heads, method.head_dim
     exact = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
-    exact = [x.detach().bfloat16().double().requires_grad_() for x in exact]
-    parameters = list(method.double().parameters())
+    exact = cast(cast(exact, torch.bfloat16), torch.float64)
+    leaves = [*exact, *method.double().parameters()]
     expected = formula(method, *exact)
     if method.replacement is None:
-        plain = plain_attention(method, *exact[:3], x=exact[3])
         tolerance = 1e-6 if method.name.startswith(("pope", "bam_ssmax")) else 1e-12  # float32: cos and sin, and log n
+        plain = plain_attention(method, *exact)
         assert_near(plain, expected, tolerance)
-        truth = gradients(expected, exact + parameters)
-        for gradient, true in zip(gradients(plain, exact + parameters), truth, strict=True):
-            assert_near(gradient, true, 10 * tolerance)
+        assert_same_function(plain, leaves, expected, gradients(expected, leaves), 10 * tolerance)
     expected = gated(method, expected, *exact[2:])
-    truth = gradients(expected, exact + parameters)
+    truths = gradients(expected, leaves)
 
     biases = 0.0  # float32 rounds large biases of keys by more than it rounds logits
     if method.key_bias:
         biases = 2**-22 * method.key_bias.bias(method.key_bias.token_features(exact[3])).abs().max().item()
     if "bam" in method.name:  # the same at t = 0, where the gradient of beta is a sum of small numbers times m log(eps)
-        at_zero = method.score_change.coefficients(torch.zeros(1), torch.arange(num_heads))[1]
+        _, at_zero = method.score_change.coefficients(torch.zeros(1), torch.arange(num_heads))
         biases = 2**-22 * 11.5 * at_zero.abs().max().item()
     for dtype, tolerance in tolerances.items():
         method.to(torch.promote_types(dtype, torch.float32))
         runs = [name for name, backend in BACKENDS.items() if backend.unsupported(method, CPU, dtype) is None]
         assert "blocks" in runs
         for backend in {*runs} - {"flex"}:  # which has no gradients on a CPU
-            inputs = cast(exact, dtype)
+            q, k, v, x = inputs = cast(exact, dtype)
             output = attend(method, *inputs, backend=backend)
             assert output.dtype == dtype
-            assert_near(output, expected, tolerance + biases)
-            for gradient, true in zip(gradients(output, [*inputs, *method.parameters()]), truth, strict=True):
-                assert_near(gradient, true, tolerance + biases)
+            ours = [*inputs, *method.parameters()]
+            assert_same_function(output, ours, expected, truths, tolerance + biases)
             if not method.needs_input and "gate" not in method.name:
                 half = length // 2
-                last = attend(method, inputs[0][:, :, half:], *inputs[1:3], backend=backend)
+                last = attend(method, q[:, :, half:], k, v, backend=backend)
                 assert_near(last, expected[:, :, half:], tolerance)
 
 
@@ -247,7 +268,7 @@ def check_formula(method, formula, num_heads, head_dim, length, batch, tolerance
 def test_every_backend_computes_the_formula_of_the_paper(name, batch, num_heads, head_dim, length):
     method = make(name, num_heads, head_dim, **OPTIONS.get(name, {}))
     tolerances = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 0.03}
-    check_formula(method, OUTPUTS.get(name, softmax_attention), num_heads, head_dim, length, batch, tolerances)
+    check_formula(method, OUTPUTS.get(name, softmax_attention), length, batch, tolerances)
 
 
 @pytest.mark.parametrize("name", ["fox", "nape"])
@@ -271,29 +292,30 @@ def test_bam_starts_without_preference_and_survives_negative_powers():
     method, exact = make_method("bam", Shape(4, 8, 64)), random_qkv(4, 8, 70)
     assert_near(attend(method, *exact), attend(make("nope", 4, 8), *exact).detach(), 1e-6)
     method.score_change.beta.data = torch.tensor([-3.0, -1.0, 0.5, 3.0])
-    expected = softmax_attention(method.double(), *exact, None)
-    truth = gradients(expected, [*exact, method.score_change.beta])
-    assert truth[-1].isfinite().all() and truth[-1].count_nonzero() == 4
+    beta = method.double().score_change.beta
+    expected = softmax_attention(method, *exact, None)
+    truths = gradients(expected, [*exact, beta])
+    assert truths[-1].isfinite().all() and truths[-1].all()
     for dtype, backend in [(torch.float32, "cpu"), (torch.float32, "blocks"), (torch.bfloat16, "blocks")]:
         inputs, tolerance = cast(exact, dtype), 1e-5 if dtype == torch.float32 else 0.03
         output = attend(method.float(), *inputs, backend=backend)
-        assert_near(output, expected, tolerance)
-        for gradient, true in zip(gradients(output, [*inputs, method.score_change.beta]), truth, strict=True):
-            assert_near(gradient, true, tolerance)
+        assert_same_function(output, [*inputs, beta], expected, truths, tolerance)
 
 
 @pytest.mark.parametrize("head_dim, length", [(2, 5), (16, 37), (8, 300)])
 def test_n_power_has_the_exponent_of_the_head_dimension(head_dim, length):
     """Its large factors leave too little of bfloat16 to compare."""
     method, exact = make("n_power", 2, head_dim), random_qkv(2, head_dim, length)
-    assert_near(attend(method, *cast(exact, torch.float32)), softmax_attention(method, *exact, None), 1e-5)
+    output = attend(method, *cast(exact, torch.float32))
+    assert_near(output, softmax_attention(method, *exact, None), 1e-5)
 
 
 @pytest.mark.parametrize("num_heads, slopes", [(1, [8]), (4, [4, 8, 0, 0]), (5, [4, 8, 2, 0, 0])])
 def test_half_of_napes_heads_have_the_slopes_of_alibi(num_heads, slopes):
     t, head = torch.tensor([0.0, 1.0, 70.0]).double(), torch.arange(num_heads)[:, None]
     slopes = [[2.0**-exponent if exponent else 0] for exponent in slopes]
-    assert_near(make("nape", num_heads).score_change.coefficients(t, head)[1], -torch.tensor(slopes) * t, 1e-12)
+    _, m = make("nape", num_heads).score_change.coefficients(t, head)
+    assert_near(m, -torch.tensor(slopes) * t, 1e-12)
 
 
 def test_stick_breaking_survives_large_logits():
@@ -302,34 +324,36 @@ def test_stick_breaking_survives_large_logits():
     inputs = cast([100 * q, k, v], torch.float32)
     output = attend(make("stick_breaking"), *inputs)
     assert_near(output, broken_stick(None, 100 * q, k, v, None), 1e-5)
-    assert all(gradient.isfinite().all() for gradient in gradients(output, inputs))
+    assert are_finite(output, inputs)
 
 
 @torch.no_grad()
 def test_fire_scales_with_the_lengths_and_starts_at_random():
     published, small = (make("fire", position_scale=scale).replacement for scale in (1, 1 / 16))
-    assert (published.c, published.threshold) == (0.1, 512) and (small.c, small.threshold) == (1.6, 32)
+    assert (published.c, published.threshold, small.c, small.threshold) == (0.1, 512, 1.6, 32)
     for method in (published, small):
         method.reset_parameters()
-    assert small.output.unique().numel() == small.output.numel() and not torch.equal(published.output, small.output)
+    numbers = torch.cat((published.output, small.output))
+    assert numbers.unique().numel() == numbers.numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_xsa_leaves_an_output_whose_value_is_zero(dtype):
-    gate = make("xsa").output_gate
-    y, v = (random(2, 2, 5, 8, seed=seed).to(dtype).requires_grad_() for seed in (1, 2))
-    hidden = torch.ones(5, 1, dtype=dtype).index_fill(0, torch.tensor(3), 0)
-    z = gate.change(y, hidden * v, None)
+    y, v, _ = cast(random_qkv(2, 8, 5), dtype)
+    v.data[:, :, 3] = 0
+    z = make("xsa").output_gate.change(y, v, None)
     assert torch.equal(z[:, :, 3], y[:, :, 3]) and not torch.equal(z, y)
-    assert z.dtype == dtype and all(gradient.isfinite().all() for gradient in gradients(z, [y, v]))
+    assert z.dtype == dtype and are_finite(z, [y, v])
 
 
 # ---- layers that differ ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, options, scale, windows", [
-    ("rope+window,nope", {}, 1, [512, None] * 4), ("rnope_swa", dict(window=9), 1, [None, 9, 9, 9] * 2),
-    ("swan", {}, 1 / 16, [None, 32, 32, 32] * 2), ("llama4", {}, 1 / 16, [32, 32, 32, None] * 2),
+    ("rope+window,nope", {}, 1, [512, None] * 4),
+    ("rnope_swa", dict(window=9), 1, [None, 9, 9, 9] * 2),
+    ("swan", {}, 1 / 16, [None, 32, 32, 32] * 2),
+    ("llama4", {}, 1 / 16, [32, 32, 32, None] * 2),
 ])
 def test_a_pattern_repeats_over_the_layers(name, options, scale, windows):
     layers = make_layers(name, Shape(2, 8, 64, scale), 8, options)
@@ -344,16 +368,16 @@ def test_a_pattern_repeats_over_the_layers(name, options, scale, windows):
 
 def test_a_model_of_layers_that_differ_equals_its_layers():
     """The loss is the same when the layers run one by one, each with its method and plan."""
-    options = {"scale_invariant_nope": dict(tau=2.0), "rope+window": dict(window=7)}
-    model = make_random_gpt(",".join(options), method_options=dict(window=7, tau=2.0), num_layers=5, num_heads=2,
-                            model_dim=32, train_length=16)
+    shape = dict(num_layers=5, num_heads=2, model_dim=32, train_length=16)
+    model = make_random_gpt("scale_invariant_nope,rope+window", method_options=dict(window=7, tau=2.0), **shape)
     tokens, targets = random_tokens(40)
     x = model.embed(tokens)
-    for block, name in zip(model.blocks, [*options] * 3):
-        block.attention.method = make_method(name, Shape(2, 16, 16), **options[name])
+    for number, block in enumerate(model.blocks):
+        name, options = [("scale_invariant_nope", dict(tau=2.0)), ("rope+window", dict(window=7))][number % 2]
+        block.attention.method = make_method(name, Shape(2, 16, 16), **options)
         x = block(x, make_plan(block.attention.method, 40, 40))
-    logits = torch.nn.functional.rms_norm(x, (32,)) @ model.head.T
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    logits = F.rms_norm(x, (32,)) @ model.head.T
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     assert_near(model(tokens, targets), expected.detach(), 1e-5)
 
 
@@ -367,5 +391,5 @@ def test_layers_of_all_kinds_compile_to_one_graph():
     for run in (model, torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")):
         loss = run(tokens, targets, plan=plan)
         results.append([loss.detach(), *torch.autograd.grad(loss, model.parameters())])
-    for eager, compiled in zip(*results, strict=True):
-        assert_near(compiled, eager, 1e-5)
+    for pair in zip(*results, strict=True):
+        assert_near(*pair, 1e-5)
