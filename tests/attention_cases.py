@@ -68,7 +68,6 @@ MECHANISMS = {  # each with its options, as in `window window=37`
     "scale_invariant_sink": "scale_invariant | sink",  # a sink sees constants that softmax ignores
     "all": "scale_invariant learn_tau=True | given_bias | window window=37 | sink",
 }
-INFINI = "rope | infini segment_length=50"
 
 
 def parse(case):
@@ -84,9 +83,9 @@ def random(*shape, seed):
 
 
 def make_case(name, num_heads=3, head_dim=16):
-    """A method of MECHANISMS with random parameters."""
+    """Return a method of MECHANISMS, or of mechanisms written as there, with random parameters."""
     shape = Shape(num_heads, head_dim, train_length=64)
-    parts = map(parse, filter(None, MECHANISMS.get(name, INFINI).split("|")))
+    parts = map(parse, filter(None, MECHANISMS.get(name, name).split("|")))
     kinds = OWN | methods.MECHANISMS
     method = Method(name, shape, [kinds[part](shape, **options) for part, options in parts])
     for seed, parameter in enumerate(method.parameters()):

@@ -111,7 +111,7 @@ def test_gradients_of_compiled_attention():
 @pytest.mark.parametrize("backend", FAST)
 def test_a_replacement_takes_the_softmax_of_any_backend(backend):
     """Infini-attention by this backend is the same in float64, which test_methods holds to reference.py."""
-    method = make_case("infini")
+    method = make_case("rope | infini segment_length=50")
     skip_unless_runs(backend, method)
     *qkv, _ = make_inputs(method, 170)
     assert_near(attend(method, *qkv, backend=backend), attend(method, *cast(qkv, torch.float64)), 1e-5)
