@@ -19,8 +19,8 @@ from scripts.reproduce import __main__ as reproduce
 from scripts.reproduce import theory
 from scripts.sweep import __main__ as sweep
 
-COMPLETE = ["table_losses", "table_needle", "figure_train_lengths", "figure_train_4k", "figure_train_16k"]
-COMPLETE += ["figure_entropy", "figure_sublog", "figure_sublog_unscaled"]  # from 2 methods and 3 lengths
+COMPLETE = """table_losses table_needle figure_train_lengths figure_train_4k figure_train_16k figure_entropy
+    figure_sublog figure_sublog_unscaled""".split()  # from 2 methods and 3 lengths
 FIELDS = "--vocab_size 384 --num_layers 1 --num_heads 1 --model_dim 32 --steps 30 --cooldown_steps 8 --save_every 5"
 FIELDS += " --val_every 10 --val_lengths 256 1024 4096 --val_tokens 8192 --compile off --device cpu"
 
@@ -44,10 +44,9 @@ def chain(tmp_path_factory):
         (folder / f"{i}.txt").write_text(" ".join(generator.choices(vocabulary, k=generator.randint(50, 400))))
     prepare([folder], folder / "data", "bpe:384", val_fraction=0.2, name="words")
 
-    common = ["--scale", "mini", "--runs-dir", folder / "runs", "--methods", "p_rope", "scale_invariant_p_rope"]
-    common += ["--seeds", 0]
+    common = ["--runs-dir", folder / "runs", *"--scale mini --methods p_rope scale_invariant_p_rope --seeds 0".split()]
     fields = ["--data_dir", folder / "data", *FIELDS.split()]
-    task = ["--needle", "steps=3", "sequences=4", "examples=3", "curriculum=0"]
+    task = "--needle steps=3 sequences=4 examples=3 curriculum=0".split()
     options = [*common, *task, "--out", folder / "out", *fields]
     with pytest.MonkeyPatch.context() as patch, sweeps_in_this_process():
         patch.setattr(theory, "DRAWS", 2)  # of computed figures

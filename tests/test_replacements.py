@@ -46,7 +46,7 @@ def softplus(method, q, k, v, x):
         n, cosine = i + 1, S / D**0.5  # QK-norm gives q and k the norm sqrt(D)
         A = torch.log(1 + torch.exp(math.log(D) * math.log(n) * cosine))
         A = n * A / A.sum(-1, keepdim=True)
-        A = torch.clamp(A - (i >= 3), min=0) ** 15
+        A = torch.clamp(A - int(i > 2), min=0) ** 15
         return A / A.sum(-1, keepdim=True)
     return by_rows(weights, q, k, v)
 
@@ -74,7 +74,7 @@ def sorted_entmax(z):
     k = torch.arange(1, z.shape[-1] + 1)
     mean = ordered.cumsum(-1) / k
     squares = ordered.square().cumsum(-1) / k
-    threshold = mean - (1 / k - squares + mean**2).clamp(min=1e-30).sqrt()
+    threshold = mean - ((1 - k * (squares - mean**2)) / k).clamp(min=1e-30).sqrt()
     last = (threshold <= ordered).sum(-1, keepdim=True) - 1
     return torch.clamp(z / 2 - threshold.gather(-1, last), min=0) ** 2
 
