@@ -96,10 +96,11 @@ def make_case(name, num_heads=3, head_dim=16):
 LAYOUTS = dict(
     contiguous=lambda x: x,
     of_the_model=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    of_one_projection=lambda x: torch.stack([x.transpose(1, 2)] * 3, dim=2).unbind(2)[1].transpose(1, 2),
+    of_one_projection=lambda x: torch.stack([x.transpose(1, 2)] * 3, dim=2)
+    .select(2, 1).transpose(1, 2),
     tokens_last=lambda x: x.mT.contiguous().mT,
     every_second_channel=lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
-    of_a_longer_one=lambda x: F.pad(x, (3, 5, 2, 0))[:, :, 2:, 3:-5],
+    of_a_longer_one=lambda x: F.pad(x, (3, 5, 2, 0))[..., 2:, 3:-5],
     expanded=lambda x: x[:1, :, :1].expand_as(x),
 )
 

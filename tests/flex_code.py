@@ -67,11 +67,11 @@ def trace(function, *arguments):
 
     def keep(name, graph, inputs):
         graphs.append((name, graph))
-        values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in graph.graph.output_node().args[0]]
+        (outputs,) = graph.graph.output_node().args
 
         def run(inputs):
             inputs.clear()
-            return [empty_on(META, x) for x in values]
+            return [empty_on(META, x.meta["val"]) if isinstance(x, fx.Node) else x for x in outputs]
 
         run._boxed_call = True
         return run
@@ -91,10 +91,11 @@ def trace(function, *arguments):
 def trace_attention(method, length, dtype, backend=BACKENDS["flex"]):
     """Return the graphs of attention by a method, with q, k, v (2, H, T, D) laid out as the model has them."""
     method, H, D = method.to(META), method.num_heads, method.head_dim
-    qkv = torch.empty(2, length, 3, H, D, device=META, dtype=dtype).transpose(1, 3).unbind(2)
+    qkv = torch.empty(2, length, 3, H, D, device=META, dtype=dtype)
     x = torch.empty(2, length, H * D, device=META, dtype=dtype) if method.needs_input else None
     plan = plan_layer(method, backend, length, length, device=META, dtype=dtype)
-    return trace(lambda q, k, v: attend(method, q, k, v, x, plan=plan), *(y.requires_grad_() for y in qkv))
+    q, k, v = (y.detach().requires_grad_() for y in qkv.transpose(1, 3).unbind(2))
+    return trace(lambda q, k, v: attend(method, q, k, v, x, plan=plan), q, k, v)
 
 
 def trace_model(method, options):
@@ -204,9 +205,9 @@ def innermost_loops(listing, needed):
             target = re.search(r"`\(\.(L_x_\d+)\)", instruction[2])
             if instruction[1] == "BRA" and target and target[1] in labels:
                 loops.append((labels[target[1]], len(opcodes)))
-    loops = [(begin, end) for begin, end in loops if any(needed in opcode for opcode in opcodes[begin:end])]
-    inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
-    return [opcodes[begin:end] for begin, end in sorted(inner)]
+    loops = [range(*loop) for loop in loops if any(needed in opcode for opcode in opcodes[slice(*loop)])]
+    inner = [a for a in loops if not any({*b} < {*a} for b in loops)]
+    return [[opcodes[i] for i in loop] for loop in sorted(inner, key=min)]
 
 
 def count(loop, *opcodes):

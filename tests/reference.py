@@ -36,29 +36,27 @@ def ntk_frequencies(head_dim, s, base=10000.0):
     return rope_frequencies(head_dim, base * s ** (head_dim / (head_dim - 2)))
 
 
-def yarn_frequencies(head_dim, s, train_length, base=10000.0, beta_fast=32.0, beta_slow=1.0):
+def yarn_frequencies(head_dim, s, train_length, base=10000.0):
     """NTK by parts (Peng et al. 2023): pairs with many turns in training keep theta, pairs with few get theta / s."""
     def pair_of(turns):  # the k, not an integer, whose pair makes that many turns in train_length tokens
         return head_dim * math.log(train_length / (2 * math.pi * turns)) / (2 * math.log(base))
 
-    low = max(math.floor(pair_of(beta_fast)), 0)
-    high = min(math.ceil(pair_of(beta_slow)), head_dim - 1)
+    low = max(math.floor(pair_of(32)), 0)
+    high = min(math.ceil(pair_of(1)), head_dim - 1)
     k = torch.arange(head_dim // 2, dtype=torch.float64)
     ramp = ((k - low) / (high - low)).clamp(0, 1)
     theta = rope_frequencies(head_dim, base)
     return theta / s * ramp + theta * (1 - ramp)
 
 
-def rotation(name, head_dim, train_length, target_length, *, base=None, form="half_truncate", share=0.5,
-             stretch=None, beta_fast=32.0, beta_slow=1.0, temperature=True):
+def rotation(name, head_dim, train_length, target_length, *, base=None, form="half_truncate", share=0.5, stretch=None):
     """Return a method's frequencies, and the gain on its cos and sin (YaRN's temperature: 0.1 ln s + 1)."""
     s = (stretch or target_length / train_length) if target_length > train_length else 1.0
     if name.endswith("p_rope") and form == "half_truncate":
         return half_truncate_frequencies(head_dim, base or 1024.0, share), 1.0
     base = base or 10000.0
     if name == "yarn":
-        theta = yarn_frequencies(head_dim, s, train_length, base, beta_fast, beta_slow)
-        return theta, 0.1 * math.log(s) + 1 if temperature else 1.0
+        return yarn_frequencies(head_dim, s, train_length, base), 0.1 * math.log(s) + 1
     if name.endswith("p_rope"):
         return barbero_frequencies(head_dim, base, share), 1.0
     if name.endswith("ntk"):
@@ -88,8 +86,9 @@ def alibi_slopes(num_heads, slopes="official"):
     return torch.tensor(interleaved[:num_heads], dtype=torch.float64)
 
 
-def scale_invariant(t, tau=10.0, alpha=math.exp(0.5), beta=math.exp(0.5)):
+def scale_invariant(t, tau=10.0):
     """a_t and m_t (paper, Eq. "solution"). The boundary a_0 = 1, m_0 = 0 gives alpha = beta = e^(1/2)."""
+    alpha = beta = math.exp(0.5)
     a_squared = 2 * (torch.log(t / tau + 1) - math.log(alpha) + beta / alpha)
     return a_squared.sqrt(), -a_squared + beta / alpha
 
@@ -98,8 +97,8 @@ def scale_invariant(t, tau=10.0, alpha=math.exp(0.5), beta=math.exp(0.5)):
 
 
 def attention_logits(name, q, k, *, train_length, target_length=None, q_offset=0, learned=None, tau=10.0,
-                     tau_ratio=1.0, learn_tau=False, learn_gain=False, alpha=math.exp(0.5), beta=math.exp(0.5),
-                     terms="both", slopes="official", slope_scale=1.0, context="row", **rotary):
+                     tau_ratio=1.0, learn_tau=False, learn_gain=False, terms="both", slopes="official",
+                     slope_scale=1.0, context="row", **rotary):
     """L_ij = a_t S_ij + m_t, minus infinity for keys after the query: (B, H, Tq, Tk)."""
     num_heads, head_dim = q.shape[1], q.shape[3]
     i = torch.arange(q_offset, q_offset + q.shape[2], dtype=torch.float64)
@@ -114,8 +113,9 @@ def attention_logits(name, q, k, *, train_length, target_length=None, q_offset=0
         logits = learned[:, None, None] * torch.log(n)[:, None] * logits
     if name.startswith("scale_invariant"):
         taus = torch.exp(learned) if learn_tau else tau * tau_ratio ** torch.arange(num_heads, dtype=torch.float64)
-        a, m = scale_invariant(t, taus[:, None, None], alpha, beta)
-        a = a * learned[:, None, None] if learn_gain else a
+        a, m = scale_invariant(t, taus[:, None, None])
+        if learn_gain:
+            a = a * learned[:, None, None]
         logits = (logits if terms == "m" else a * logits) + (0 if terms == "a" else m)
     if name == "alibi":
         logits = logits - slope_scale * alibi_slopes(num_heads, slopes)[:, None, None] * t

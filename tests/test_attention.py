@@ -171,7 +171,10 @@ def test_a_backend_that_cannot_run_is_refused(backend, name, field):
 
 
 @pytest.mark.parametrize("queries, keys, options", [
-    (0, 5, {}), (6, 5, {}), (5, 5, dict(target_length=4)), (5, MAX_LENGTH + 1, dict(backend="cpu")),
+    (0, 5, {}),
+    (6, 5, {}),
+    (5, 5, dict(target_length=4)),
+    (5, MAX_LENGTH + 1, dict(backend="cpu")),
 ])
 def test_lengths_and_options_that_do_not_fit_are_refused(queries, keys, options):
     with pytest.raises(ValueError):

@@ -91,8 +91,9 @@ def test_without_a_backward_pass_the_output_alone_is_checked():
 def test_a_missing_tile_is_refused_in_bfloat16():
     """Rounding to bfloat16 makes errors too. Their norm must not hide a missing tile of a long sequence."""
     def problem(change):
-        rounded = faulty(lambda run, *qkv: change(run, *(x.float() for x in qkv)).to(qkv[0].dtype))
-        return problem_of(rounded, lengths=[1024], dtype=torch.bfloat16)
+        def rounded(run, *qkv):
+            return change(run, *map(torch.Tensor.float, qkv)).bfloat16()
+        return problem_of(faulty(rounded), lengths=[1024], dtype=torch.bfloat16)
     assert problem(lambda run, *qkv: run(*qkv)) is None
     assert "allowed error" in problem(hides_one_tile)
 

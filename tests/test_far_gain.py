@@ -60,7 +60,8 @@ def test_gains_equal_those_of_the_logits(stream):
     model = tiny_model()
     result = measure_far_gain(losses_of(model, (T, 16 * T)), stream, WINDOWS, T, VOCAB)
     windows = far_windows(stream, WINDOWS, T, VOCAB)
-    short, long = (plain_losses(model, x).numpy()[:, -4:] for x in (windows[:, -T:], windows))  # (3, 4)
+    inputs = windows[:, -T:], windows
+    short, long = (plain_losses(model, x).numpy()[:, -4:] for x in inputs)  # (3, 4)
     classes = np.array([classes_of(window, 4) for window in windows])
     assert result["far_tokens"] == collections.Counter(classes.flat)
     for name, count in result["far_tokens"].items():

@@ -34,8 +34,8 @@ def exact_losses(x, head, targets):
 def check(x, head, targets, tolerance=1e-5):
     """Compare each token's loss and the mean with the exact ones, and the gradients of both."""
     losses, inputs = exact_losses(x, head, targets)
-    pairs = (token_losses(x, head, targets), losses), (0.3 * mean_loss(x, head, targets), 0.3 * losses.mean())
-    for found, exact in pairs:
+    means = 0.3 * mean_loss(x, head, targets), 0.3 * losses.mean()
+    for found, exact in ((token_losses(x, head, targets), losses), means):
         assert found.dtype == torch.float32
         assert_near(found, exact, tolerance)
         for gradient, truth in zip(gradients(found, [x, head]), gradients(exact, inputs)):

@@ -6,7 +6,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import are_finite, assert_near, assert_same_function, attend, cast, gradients, random, random_qkv
+from attention_cases import (
+    are_finite,
+    assert_near,
+    assert_same_function,
+    attend,
+    cast,
+    gradients,
+    make_inputs,
+    random,
+    random_qkv,
+)
 from reference import alibi_slopes
 from test_gpt import make_random_gpt, random_tokens
 from test_rivals import by_rows, check_formula, make, nape, sigmoid
@@ -116,11 +126,11 @@ def test_a_compiled_block_does_not_unroll_the_loop_over_a_long_text(name, monkey
 
 @pytest.mark.parametrize("bias", [-40.0, 4.0])
 def test_wall_survives_gates_whose_products_underflow(bias):
-    method, exact = make("wall"), [*random_qkv(2, 8, 150, batch=1), random(1, 150, 16, seed=6)]
+    method = make("wall")
     method.replacement.bias.data += bias * random(2, 8, seed=5).abs().float()
-    inputs = cast(exact, torch.float32)
+    inputs = make_inputs(method, 150, batch=1)
     output = attend(method, *inputs)
-    assert_near(output, wall(method, *exact), 1e-5)
+    assert_near(output, wall(method, *cast(inputs, torch.float64)), 1e-5)
     assert are_finite(output, [*inputs, *method.parameters()])
 
 

@@ -16,11 +16,13 @@ from attention_cases import (
     attend,
     cast,
     gradients,
+    make_inputs,
     make_plan,
     random,
     random_qkv,
 )
 from commands import refuses
+from reference import alibi_slopes
 from test_gpt import make_random_gpt, random_tokens
 
 from model.attention.choose import BACKENDS
@@ -30,7 +32,8 @@ from model.methods.make import make_layers, make_method
 from model.methods.names import layer_pattern
 
 LARGE = [(1, 4, 32, 130), (1, 2, 8, 300)]  # batch, heads, head dimension, tokens
-SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)] + [pytest.param(*shape, marks=pytest.mark.slow) for shape in LARGE]
+SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]
+SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in LARGE]
 NAMES = """fox p_rope+forget scale_invariant+forget p_rope+scale_invariant+forget rope+window p_rope+window p_rope+sink
     p_rope+scale_invariant+sink kerple_log kerple_power bam bam_ssmax p_rope+bam+sink scale_invariant_nope nape
     log_beyond log_steps log_offset factor log_root pope pope+scale_invariant p_rope+gate p_rope+xsa xsa fire
@@ -57,7 +60,8 @@ def by_rows(weights, q, k, v):
     """Return the outputs. weights(i, t, S): of the keys 0 to i, with distances t and S = q.k / sqrt(D)."""
     rows = []
     for i in range(q.shape[2]):
-        S = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / q.shape[-1] ** 0.5  # (B, H, i + 1)
+        products = q[:, :, i, None] * k[:, :, : i + 1]
+        S = products.sum(-1) / q.shape[-1] ** 0.5  # (B, H, i + 1)
         row = weights(i, (i - torch.arange(i + 1)).double(), S)
         rows.append((row[..., None] * v[:, :, : i + 1]).sum(2))
     return torch.stack(rows, dim=2)
@@ -67,10 +71,10 @@ def sigmoid(x):
     return 1 / (1 + torch.exp(-x))
 
 
-def paper(t):
-    """a_t and m_t of Anson et al. 2025 with tau 10."""
+def paper(t, S):
+    """Anson et al. 2025 with tau 10: a_t S + m_t."""
     a_squared = 1 + 2 * torch.log(1 + t / 10)
-    return a_squared**0.5, 1 - a_squared
+    return a_squared**0.5 * S + 1 - a_squared
 
 
 def kerple_log(method, q, k, x):
@@ -97,21 +101,17 @@ def bam(method, q, k, x):
 
 
 def scale_invariant(method, q, k, x):
-    """Anson et al. 2025, tau 10. The first key keeps a = 1 and m = 0."""
-    def row(i, t, S):
-        a, m = paper(t)
-        return torch.where(t == i, S, a * S + m)
-    return row
+    """The first key keeps a = 1 and m = 0."""
+    return lambda i, t, S: torch.where(t == i, S, paper(t, S))
 
 
 def nape(method, q, k, x):
     """Vasylenko et al. 2025: each query scales its row; the first half of the heads have ALiBi."""
     H, half = q.shape[1], q.shape[1] // 2
-    slope = [2.0 ** (-8 * (h + 1) / half) for h in range(half)] + [0] * (H - half)
-    slope = torch.tensor(slope).double()[:, None]
+    slope = F.pad(alibi_slopes(half, "geometric"), (0, H - half))[:, None]
 
     def row(i, t, S):
-        beta = torch.log(1 + torch.exp(x[:, i] @ method.query_scale.beta.double().T))
+        beta = F.softplus(x[:, i] @ method.query_scale.beta.double().T)
         gamma = 2 * torch.tanh(x[:, i] @ method.query_scale.gamma.double().T)
         factor = 1 + beta * math.log(max(i + 1, 2)) ** gamma
         return factor[..., None] * S - slope * t
@@ -121,14 +121,13 @@ def nape(method, q, k, x):
 def pope(method, q, k, x):
     """Gopalakrishnan et al. 2025, equation 6: magnitudes by softplus, a frequency for each entry, the keys' phase."""
     D, delta = q.shape[-1], method.rotation.delta[:, None]  # (H, 1, D)
-    magnitude_q, magnitude_k = (torch.log(1 + torch.exp(vector)) for vector in (q, k))
+    magnitude_q, magnitude_k = F.softplus(q), F.softplus(k)
     theta = 10000.0 ** (-torch.arange(D, dtype=torch.float64) / D)
 
     def row(i, t, S):
         products = magnitude_q[:, :, i, None] * magnitude_k[:, :, : i + 1]
         scores = (products * torch.cos(delta - t[:, None] * theta)).sum(-1) / D**0.5
-        a, m = paper(t) if method.score_change else (1, 0)
-        return a * scores + m
+        return paper(t, scores) if method.score_change else scores
     return row
 
 
@@ -190,9 +189,10 @@ def softmax_attention(method, q, k, v, x):
 def broken_stick(method, q, k, v, x):
     """Tan et al. 2024, equation 2: keys from the nearest on; the query's own value takes the rest of the stick."""
     def weights(i, t, S):
-        beta = sigmoid(S[..., :i].flip(-1))
-        left = torch.cat((torch.ones_like(S[..., :1]), 1 - beta), dim=-1).cumprod(dim=-1)  # before each, and at last
-        return torch.cat(((beta * left[..., :i]).flip(-1), left[..., i:]), dim=-1)
+        beta = F.pad(sigmoid(S[..., :i].flip(-1)), (0, 1), value=1.0)
+        left = F.pad(1 - beta, (1, -1), value=1.0).cumprod(dim=-1)  # of the stick, before each
+        shares = beta * left
+        return torch.cat((shares[..., :i].flip(-1), shares[..., i:]), dim=-1)
     return by_rows(weights, q, k, v)
 
 
@@ -218,8 +218,10 @@ def gated(method, y, v, x):
     if gate is None:
         return y
     if "gate" in method.name:
-        return y * sigmoid(x @ gate.weight.double().T).unflatten(-1, (y.shape[1], -1)).transpose(1, 2)
-    part = (y * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
+        opened = sigmoid(x @ gate.weight.double().T)
+        return y * opened.unflatten(-1, (y.shape[1], -1)).transpose(1, 2)
+    along, length = ((z * v).sum(-1, keepdim=True) for z in (y, v))
+    part = along / length * v
     return y - (1 if gate.share is None else torch.tanh(gate.share)[:, None, None]) * part
 
 
@@ -228,9 +230,7 @@ def check_formula(method, formula, length, batch, tolerances):
 
     tolerances: by dtype, to which the inputs are rounded. The dense float64 form is tested first.
     """
-    num_heads, head_dim = method.num_heads, method.head_dim
-    exact = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
-    exact = cast(cast(exact, torch.bfloat16), torch.float64)
+    exact = cast(cast(make_inputs(method, length, batch), torch.bfloat16), torch.float64)
     leaves = [*exact, *method.double().parameters()]
     expected = formula(method, *exact)
     if method.replacement is None:
@@ -243,15 +243,16 @@ def check_formula(method, formula, length, batch, tolerances):
 
     biases = 0.0  # float32 rounds large biases of keys by more than it rounds logits
     if method.key_bias:
-        biases = 2**-22 * method.key_bias.bias(method.key_bias.token_features(exact[3])).abs().max().item()
+        of_keys = method.key_bias.bias(method.key_bias.token_features(exact[3]))
+        biases = 2**-22 * of_keys.abs().max().item()
     if "bam" in method.name:  # the same at t = 0, where the gradient of beta is a sum of small numbers times m log(eps)
-        _, at_zero = method.score_change.coefficients(torch.zeros(1), torch.arange(num_heads))
+        _, at_zero = method.score_change.coefficients(torch.zeros(1), torch.arange(method.num_heads))
         biases = 2**-22 * 11.5 * at_zero.abs().max().item()
     for dtype, tolerance in tolerances.items():
         method.to(torch.promote_types(dtype, torch.float32))
-        runs = [name for name, backend in BACKENDS.items() if backend.unsupported(method, CPU, dtype) is None]
+        runs = {name for name, backend in BACKENDS.items() if backend.unsupported(method, CPU, dtype) is None}
         assert "blocks" in runs
-        for backend in {*runs} - {"flex"}:  # which has no gradients on a CPU
+        for backend in runs - {"flex"}:  # which has no gradients on a CPU
             q, k, v, x = inputs = cast(exact, dtype)
             output = attend(method, *inputs, backend=backend)
             assert output.dtype == dtype
@@ -280,7 +281,7 @@ def test_a_method_that_needs_the_layer_s_input_is_refused_without_it(name):
 @pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
 def test_kerple_starts_evenly_over_its_authors_range(name):
     t, head = torch.tensor([0.0, 1.0, 7.0]).double(), torch.arange(4)[:, None]
-    p = torch.tensor([0.25, 0.75, 1.25, 1.75]).double()[:, None]
+    p = (2 * head + 1) / 4
     expected = -p * torch.log(1 + t / 2) if name == "kerple_log" else -(t**p) / 2
     for scale in (1, 1 / 16):
         change = make_method(name, Shape(4, 8, 64, scale)).score_change
@@ -290,9 +291,9 @@ def test_kerple_starts_evenly_over_its_authors_range(name):
 def test_bam_starts_without_preference_and_survives_negative_powers():
     """With beta = -3, the formula is -10^15 at t = 0, where the first query sees its own key alone."""
     method, exact = make_method("bam", Shape(4, 8, 64)), random_qkv(4, 8, 70)
-    assert_near(attend(method, *exact), attend(make("nope", 4, 8), *exact).detach(), 1e-6)
-    method.score_change.beta.data = torch.tensor([-3.0, -1.0, 0.5, 3.0])
+    assert_near(attend(method, *exact), attend(make("nope", 4), *exact).detach(), 1e-6)
     beta = method.double().score_change.beta
+    beta.data = torch.tensor([-3.0, -1.0, 0.5, 3.0]).double()
     expected = softmax_attention(method, *exact, None)
     truths = gradients(expected, [*exact, beta])
     assert truths[-1].isfinite().all() and truths[-1].all()
@@ -310,12 +311,13 @@ def test_n_power_has_the_exponent_of_the_head_dimension(head_dim, length):
     assert_near(output, softmax_attention(method, *exact, None), 1e-5)
 
 
-@pytest.mark.parametrize("num_heads, slopes", [(1, [8]), (4, [4, 8, 0, 0]), (5, [4, 8, 2, 0, 0])])
-def test_half_of_napes_heads_have_the_slopes_of_alibi(num_heads, slopes):
+@pytest.mark.parametrize("num_heads, exponents", [(1, [8]), (4, [4, 8]), (5, [4, 8, 2])])
+def test_half_of_napes_heads_have_the_slopes_of_alibi(num_heads, exponents):
     t, head = torch.tensor([0.0, 1.0, 70.0]).double(), torch.arange(num_heads)[:, None]
-    slopes = [[2.0**-exponent if exponent else 0] for exponent in slopes]
     _, m = make("nape", num_heads).score_change.coefficients(t, head)
-    assert_near(m, -torch.tensor(slopes) * t, 1e-12)
+    slopes = torch.zeros(num_heads, 1)
+    slopes[: len(exponents), 0] = 0.5 ** torch.tensor(exponents)
+    assert_near(m, -slopes * t, 1e-12)
 
 
 def test_stick_breaking_survives_large_logits():
@@ -356,9 +358,9 @@ def test_xsa_leaves_an_output_whose_value_is_zero(dtype):
     ("llama4", {}, 1 / 16, [32, 32, 32, None] * 2),
 ])
 def test_a_pattern_repeats_over_the_layers(name, options, scale, windows):
-    layers = make_layers(name, Shape(2, 8, 64, scale), 8, options)
+    layers, pattern = make_layers(name, Shape(2, 8, 64, scale), 8, options), [*layer_pattern(name)]
     assert [layer.window and layer.window.window for layer in layers] == windows
-    assert [layer.name for layer in layers] == [*layer_pattern(name)] * (8 // len(layer_pattern(name)))
+    assert [layer.name for layer in layers] == pattern * (8 // len(pattern))
     if name in ("swan", "llama4"):
         assert [layer.query_scale is None for layer in layers] == [window == 32 for window in windows]
         assert {layer.rotation.base for layer in layers if layer.rotation} == {625}

@@ -47,7 +47,11 @@ def test_light_validates_short_lengths_and_gaps_on_a_sixteenth():
     assert validation_gaps(config, ALL, last=True) == [256, 1024, 1025]
 
 
-@pytest.mark.parametrize("lengths, tokens, part", [((64, 96), 960, 192), ((64, 96), 384, 192), ((16, 48), 48, 48)])
+@pytest.mark.parametrize("lengths, tokens, part", [
+    ((64, 96), 960, 192),
+    ((64, 96), 384, 192),
+    ((16, 48), 48, 48),
+])
 def test_a_part_is_whole_sequences_of_every_length(lengths, tokens, part):
     config = changed(val_profile="fast", val_lengths=lengths, val_tokens=tokens)
     assert validation_plan(config, 0) == dict.fromkeys(lengths, part)
