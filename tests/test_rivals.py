@@ -36,7 +36,7 @@ SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37)]
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in LARGE]
 NAMES = """fox p_rope+forget scale_invariant+forget p_rope+scale_invariant+forget rope+window p_rope+window p_rope+sink
     p_rope+scale_invariant+sink kerple_log kerple_power bam bam_ssmax p_rope+bam+sink scale_invariant_nope nape
-    log_beyond log_steps log_offset factor log_root pope pope+scale_invariant p_rope+gate p_rope+xsa xsa fire
+    log_beyond log_steps log_offset factor log_root n_power pope pope+scale_invariant p_rope+gate p_rope+xsa xsa fire
     stick_breaking""".split()
 OPTIONS = {"rope+window": dict(window=29), "p_rope+window": dict(window=1), "p_rope+xsa": dict(learn_share=True),
            "log_steps": dict(floor=10.0), "log_offset": dict(offset=30.0),
@@ -269,6 +269,8 @@ def check_formula(method, formula, length, batch, tolerances):
 def test_every_backend_computes_the_formula_of_the_paper(name, batch, num_heads, head_dim, length):
     method = make(name, num_heads, head_dim, **OPTIONS.get(name, {}))
     tolerances = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 0.03}
+    if name == "n_power":  # its large factors leave too little of bfloat16 to compare
+        del tolerances[torch.bfloat16]
     check_formula(method, OUTPUTS.get(name, softmax_attention), length, batch, tolerances)
 
 
@@ -303,21 +305,12 @@ def test_bam_starts_without_preference_and_survives_negative_powers():
         assert_same_function(output, [*inputs, beta], expected, truths, tolerance)
 
 
-@pytest.mark.parametrize("head_dim, length", [(2, 5), (16, 37), (8, 300)])
-def test_n_power_has_the_exponent_of_the_head_dimension(head_dim, length):
-    """Its large factors leave too little of bfloat16 to compare."""
-    method, exact = make("n_power", 2, head_dim), random_qkv(2, head_dim, length)
-    output = attend(method, *cast(exact, torch.float32))
-    assert_near(output, softmax_attention(method, *exact, None), 1e-5)
-
-
 @pytest.mark.parametrize("num_heads, exponents", [(1, [8]), (4, [4, 8]), (5, [4, 8, 2])])
 def test_half_of_napes_heads_have_the_slopes_of_alibi(num_heads, exponents):
     t, head = torch.tensor([0.0, 1.0, 70.0]).double(), torch.arange(num_heads)[:, None]
     _, m = make("nape", num_heads).score_change.coefficients(t, head)
-    slopes = torch.zeros(num_heads, 1)
-    slopes[: len(exponents), 0] = 0.5 ** torch.tensor(exponents)
-    assert_near(m, -slopes * t, 1e-12)
+    slopes = [0.5**x for x in exponents] + [0] * (num_heads // 2)
+    assert_near(m, -torch.tensor(slopes)[:, None] * t, 1e-12)
 
 
 def test_stick_breaking_survives_large_logits():

@@ -66,29 +66,18 @@ def test_all_draws_are_made_in_bounded_chunks():
     assert max(chunk.numel() for chunk in chunks) <= theory.CHUNK
 
 
-def test_a_range_of_distances_starts_at_its_first_distance():
-    (row,) = theory.iid_range_entropy([13], [3], 6, 2, True, tau=4.0)
-    logits = scale_invariant(random(6, 26, seed=2), 4.0, start=13)
-    expected = [literal_statistics(each)["entropy"] for each in logits]
-    assert row["mean"] == pytest.approx(np.mean(expected), rel=1e-10)
-
-
 @pytest.mark.parametrize("scaled", [True, False])
-def test_entropy_grows_as_sqrt_log_t_with_scaling_and_as_log_t_without(scaled):
-    rows = theory.iid_range_entropy([10, 100, 1_000, 10_000], [2, 5, 10], 400, 0, scaled)
-    for factor in (2, 5, 10):
-        points = [row for row in rows if row["factor"] == factor]
-        means = [row["mean"] for row in points]
-        log_t = np.log([row["start"] for row in points])
-        log, root = stats.linregress(log_t, means), stats.linregress(np.sqrt(log_t), means)
+def test_entropies_of_ranges_of_distances_follow_the_papers_formula(scaled):
+    rows = iter(theory.iid_range_entropy([13, 40], [3, 5], 6, 2, scaled, tau=4.0))
+    generator = torch.Generator().manual_seed(2)
+    for start in (13, 40):
+        logits = torch.randn(6, 4 * start, generator=generator, dtype=torch.float64)
         if scaled:
-            assert root.rvalue**2 > 0.98 and root.rvalue > log.rvalue  # without noise at least 0.996
-        else:
-            assert log.rvalue**2 > 0.999 and log.slope == pytest.approx(1, abs=0.03)
-            for row in points[1:]:
-                n = row["start"] * (factor - 1)
-                expected = math.log(n) - 0.5 + (math.e + 1) / (2 * n)  # E[H] of n Gaussian scores to first order in 1/n
-                assert abs(row["mean"] - expected) < 4 * row["stderr"]
+            logits = scale_invariant(logits, 4.0, start)
+        for factor in (3, 5):
+            values = [literal_statistics(each)["entropy"] for each in logits[:, : start * (factor - 1)]]
+            expected = dict(start=start, factor=factor, mean=np.mean(values), stderr=stats.sem(values), samples=6)
+            assert next(rows) == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("tau", [0.01, 1.0, 10.0, 100.0])
