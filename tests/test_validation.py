@@ -29,8 +29,8 @@ def test_the_paper_validates_at_all_lengths_in_full_every_125_steps():
 
 
 def test_fast_validates_the_other_lengths_on_a_quarter_every_500_steps():
-    expected = {step: {16_384: FULL} for step in range(0, 4578, 125)}
-    expected |= {step: {4096: FULL // 4, 16_384: FULL, 65_536: FULL // 4} for step in range(0, 4578, 500)}
+    often, seldom = {16_384: FULL}, {4096: FULL // 4, 16_384: FULL, 65_536: FULL // 4}
+    expected = dict.fromkeys(range(0, 4578, 125), often) | dict.fromkeys(range(0, 4578, 500), seldom)
     assert plans(dataclasses.replace(preset("gpt_162m_16k"), val_profile="fast")) == expected | {4578: ALL}
 
 
