@@ -305,7 +305,9 @@ def test_bam_starts_without_preference_and_survives_negative_powers():
         assert_same_function(output, [*inputs, beta], expected, truths, tolerance)
 
 
-@pytest.mark.parametrize("num_heads, exponents", [(1, [8]), (4, [4, 8]), (5, [4, 8, 2])])
+@pytest.mark.parametrize("num_heads, exponents", [
+    (1, [8]), (4, [4, 8]), (5, [4, 8, 2]),
+])
 def test_half_of_napes_heads_have_the_slopes_of_alibi(num_heads, exponents):
     t, head = torch.tensor([0.0, 1.0, 70.0]).double(), torch.arange(num_heads)[:, None]
     _, m = make("nape", num_heads).score_change.coefficients(t, head)
