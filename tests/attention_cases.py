@@ -2,23 +2,16 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 
+from configs.command_line import option_value
+from model import methods
 from model.attention import attend as attention
 from model.attention.choose import BACKENDS, choose_backend
 from model.attention.plan import plan_layer
 from model.attention.reference import plain_attention
-from model.methods.alibi import ALiBi
 from model.methods.base import KeyBias, Method, ScoreChange, Shape
-from model.methods.forgetting import Forgetting
-from model.methods.infini import Infini
-from model.methods.kerple import KerpleLog
-from model.methods.logn import LogN
-from model.methods.pope import PoPE
-from model.methods.rope import RoPE
-from model.methods.scale_invariant import ScaleInvariant
-from model.methods.sink import LearnedSink
-from model.methods.window import SlidingWindow
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -54,41 +47,47 @@ class GivenBias(KeyBias):
         return token_features
 
 
-MECHANISMS = {
-    "nope": [],
-    "rope": [(RoPE, {})],
-    "logn": [(RoPE, {}), (LogN, {})],
-    "alibi": [(ALiBi, {})],
-    "scale_invariant": [(RoPE, {}), (ScaleInvariant, {})],
-    "learned": [(ScaleInvariant, dict(learn_tau=True))],
-    "learned_moments": [(ScaleInvariant, dict(learn_moments=True))],
-    "learned_numbers": [(KerpleLog, {})],  # two a head
-    "skip_first": [(RoPE, {}), (ScaleInvariant, dict(skip_first=True))],
-    "skip_first_window": [(ScaleInvariant, dict(skip_first=True, learn_tau=True, terms="m")),
-                          (SlidingWindow, dict(window=37))],
-    "by_head": [(ByHead, {})],
-    "for_all_heads": [(ForAllHeads, {})],
-    "pope": [(PoPE, {}), (ScaleInvariant, {})],  # q and k are wider than v
-    "key_bias": [(Forgetting, {})],
-    "window": [(RoPE, {}), (SlidingWindow, dict(window=37))],
-    "sink": [(LearnedSink, {})],
-    "scale_invariant_sink": [(ScaleInvariant, {}), (LearnedSink, {})],  # a sink sees constants that softmax ignores
-    "all": [
-        (ScaleInvariant, dict(learn_tau=True)), (GivenBias, {}), (SlidingWindow, dict(window=37)), (LearnedSink, {}),
-    ],
-}  # fmt: skip
-INFINI = [(RoPE, {}), (Infini, dict(segment_length=50))]
+OWN = {"by_head": ByHead, "for_all_heads": ForAllHeads, "given_bias": GivenBias}
+MECHANISMS = {  # each with its options, as in `window window=37`
+    "nope": "",
+    "rope": "rope",
+    "logn": "rope | logn",
+    "alibi": "alibi",
+    "scale_invariant": "rope | scale_invariant",
+    "learned": "scale_invariant learn_tau=True",
+    "learned_moments": "scale_invariant learn_moments=True",
+    "learned_numbers": "kerple_log",  # two a head
+    "skip_first": "rope | scale_invariant skip_first=True",
+    "skip_first_window": "scale_invariant skip_first=True learn_tau=True terms=m | window window=37",
+    "by_head": "by_head",
+    "for_all_heads": "for_all_heads",
+    "pope": "pope | scale_invariant",  # q and k are wider than v
+    "key_bias": "forget",
+    "window": "rope | window window=37",
+    "sink": "sink",
+    "scale_invariant_sink": "scale_invariant | sink",  # a sink sees constants that softmax ignores
+    "all": "scale_invariant learn_tau=True | given_bias | window window=37 | sink",
+}
+
+
+def parse(case):
+    """Return a name and its options, from `name option=value ...`."""
+    name, *options = case.split()
+    pairs = [option.split("=") for option in options]
+    return name, {key: option_value(value) for key, value in pairs}
 
 
 def random(*shape, seed):
+    """Return normal numbers in float64."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def make_case(name, num_heads=3, head_dim=16):
-    """A method of MECHANISMS with random parameters."""
+    """Return a method of MECHANISMS, or of mechanisms written as there, with random parameters."""
     shape = Shape(num_heads, head_dim, train_length=64)
-    chosen = INFINI if name == "infini" else MECHANISMS[name]
-    method = Method(name, shape, [mechanism(shape, **options) for mechanism, options in chosen])
+    parts = map(parse, filter(None, MECHANISMS.get(name, name).split("|")))
+    kinds = OWN | methods.MECHANISMS
+    method = Method(name, shape, [kinds[part](shape, **options) for part, options in parts])
     for seed, parameter in enumerate(method.parameters()):
         parameter.data = 0.1 + 0.3 * random(*parameter.shape, seed=seed).float()
     return method
@@ -97,20 +96,41 @@ def make_case(name, num_heads=3, head_dim=16):
 LAYOUTS = dict(
     contiguous=lambda x: x,
     of_the_model=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    of_one_projection=lambda x: torch.stack([x.transpose(1, 2)] * 3, dim=2)[:, :, 1].transpose(1, 2),
+    of_one_projection=lambda x: torch.stack([x.transpose(1, 2)] * 3, dim=2)
+    .select(2, 1).transpose(1, 2),
     tokens_last=lambda x: x.mT.contiguous().mT,
     every_second_channel=lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
-    of_a_longer_one=lambda x: torch.nn.functional.pad(x, (3, 5, 2, 0))[:, :, 2:, 3:-5],
+    of_a_longer_one=lambda x: F.pad(x, (3, 5, 2, 0))[..., 2:, 3:-5],
     expanded=lambda x: x[:1, :, :1].expand_as(x),
 )
 
 
-def make_inputs(method, length, batch=2, dtype=torch.float32, layout="of_the_model"):
-    """q, k, v (B, H, T, D) and x (B, T, C) as leaves with gradients, in this layout."""
-    vectors = [random(batch, method.num_heads, length, method.head_dim, seed=length + i) for i in range(3)]
-    vectors = [LAYOUTS[layout](v.to(dtype)) for v in vectors]
-    x = random(batch, length, method.num_heads * method.head_dim, seed=length).to(dtype)
-    return [y.detach().requires_grad_() for y in (*vectors, x)]
+def random_qkv(num_heads, head_dim, length, batch=2):
+    """Return q, k and v (B, H, T, D) in float64."""
+    return [random(batch, num_heads, length, head_dim, seed=length + i).requires_grad_() for i in range(3)]
+
+
+def make_inputs(method, length, batch=2, layout="of_the_model"):
+    """Return q, k, v (B, H, T, D) in this layout and x (B, T, C), float32 leaves with gradients."""
+    H, D = method.num_heads, method.head_dim
+    vectors = [LAYOUTS[layout](y.float()) for y in random_qkv(H, D, length, batch)]
+    return cast([*vectors, random(batch, length, H * D, seed=length)], torch.float32)
+
+
+def cast(tensors, dtype):
+    """Return leaves with gradients, of this dtype."""
+    return [x.detach().to(dtype).requires_grad_() for x in tensors]
+
+
+def gradients(output, inputs):
+    """Return the gradients of a randomly weighted sum of the output."""
+    weight = random(*output.shape, seed=0).to(output.dtype)
+    return torch.autograd.grad((output * weight).sum(), inputs, materialize_grads=True, retain_graph=True)
+
+
+def are_finite(output, inputs):
+    """Return whether the gradients are finite."""
+    return all(gradient.isfinite().all() for gradient in gradients(output, inputs))
 
 
 def assert_near(actual, expected, tolerance, least=1.0):
@@ -119,7 +139,14 @@ def assert_near(actual, expected, tolerance, least=1.0):
     assert_close(actual.double().cpu(), expected.double().cpu(), rtol=0, atol=tolerance * scale)
 
 
-def attend(method, q, k, v, *, x=None, target_length=None, backend="auto"):
+def assert_same_function(output, inputs, expected, truths, tolerance):
+    """Compare values, and the gradients of the inputs, which may include the method's parameters, with truths."""
+    assert_near(output, expected, tolerance)
+    for pair in zip(gradients(output, inputs), truths, strict=True):
+        assert_near(*pair, tolerance)
+
+
+def attend(method, q, k, v, x=None, *, target_length=None, backend="auto"):
     """Attention with a plan that is made for this call."""
     plan = make_plan(method, q.shape[2], k.shape[2], backend, target_length=target_length, dtype=q.dtype)
     return attention.attend(method, q, k, v, x, plan=plan)
@@ -130,33 +157,32 @@ def make_plan(method, query_length, key_length, backend="auto", device=CPU, dtyp
     return plan_layer(method, chosen, query_length, key_length, device=device, dtype=dtype, **options)
 
 
-def check(
-    backend, method, length, *, queries=None, tolerance=2e-5, run=attention.attend, weigh_output=0.0, inputs=None,
-    **options,
-):
+def check(backend, method, length, *, queries=None, tolerance=2e-5, run=attention.attend, weigh_output=0.0, inputs=None,
+          **options):
     """Compare a backend with the formula in float64: the last `queries` outputs, and all gradients.
 
     weigh_output: share of the output in its gradient, which is random otherwise. So no sum over rows is near 0.
     """
-    q, k, v, x = inputs = inputs or make_inputs(method, length, **options)
-    exact = [y.detach().double().requires_grad_() for y in inputs]
-    needs_x = method.needs_input
-    queries = queries or length
-    plan = make_plan(method, queries, length, backend)
-    output = run(method, q[:, :, -queries:], k, v, x if needs_x else None, plan=plan)
-    expected = plain_attention(method, *exact[:3], x=exact[3] if needs_x else None)[:, :, -queries:]
+    # 1. The output, with x where the method looks at it.
+    inputs = inputs or make_inputs(method, length, **options)
+    q, *others = inputs = inputs[: 4 if method.needs_input else 3]
+    exact, queries = cast(inputs, torch.float64), queries or length
+    output = run(method, q[:, :, -queries:], *others, plan=make_plan(method, queries, length, backend))
+    expected = plain_attention(method, *exact)[:, :, -queries:]
     assert output.dtype == q.dtype
     assert_near(output, expected, tolerance / 2)
-    leaves = 4 if needs_x else 3
+
+    # 2. The gradients.
+    parameters = [*method.parameters()]
     weight = (random(*output.shape, seed=3) + weigh_output * expected.detach()).to(q.dtype)
-    ours = torch.autograd.grad(output, [*inputs[:leaves], *method.parameters()], weight)
-    exact_gradients = torch.autograd.grad(expected, [*exact[:leaves], *method.parameters()], weight.double())
+    ours = torch.autograd.grad(output, inputs + parameters, weight)
+    truths = torch.autograd.grad(expected, exact + parameters, weight.double())
     # A parameter's gradient is a sum over tokens. The terms may cancel, but their rounding errors add up like random
     # numbers. The largest gradient of an input stands for a term.
-    term = max(truth.abs().max().item() for truth in exact_gradients[:leaves])
+    term = max(truth.abs().max().item() for truth in truths[: len(exact)])
     sums = max(1.0, term * (q.shape[0] * length) ** 0.5)
-    for number, (mine, truth) in enumerate(zip(ours, exact_gradients, strict=True)):
-        assert_near(mine, truth, tolerance, least=1.0 if number < leaves else sums)
+    for number, pair in enumerate(zip(ours, truths, strict=True)):
+        assert_near(*pair, tolerance, least=1.0 if number < len(exact) else sums)
 
 
 def skip_unless_runs(backend, method):

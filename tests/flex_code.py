@@ -5,19 +5,19 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import triton
-from torch import Tensor, fx
+from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.device_interface import CudaInterface
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -39,13 +39,13 @@ from model.attention.attend import attend
 from model.attention.choose import BACKENDS
 from model.attention.plan import plan_layer
 from model.gpt import GPT
-from model.methods.base import Shape
+from model.methods.base import Method, ScoreChange, Shape
 from model.methods.make import make_method
 from runtime.run_folder import git_commit
+from scripts.bench.attention import FlexAsWritten, Paper
 from scripts.shared.tables import markdown_table
 
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
-Graphs = list[tuple[str, fx.GraphModule]]  # forward or backward, and the graph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,49 +61,49 @@ class Code:
 # ---- tracing: on the meta device nothing is computed, and no code for CPUs is taken ----------------------------------
 
 
-def trace(function: Callable[..., Tensor], *arguments) -> Graphs:
-    """Return all graphs of a function and of its backward pass, as Inductor gets them."""
+def trace(function, *arguments):
+    """Return all graphs of a function and of its backward pass as Inductor gets them: [("forward", graph), ...]."""
     graphs = []
 
-    def compiler(name):
-        def keep(graph, inputs):
-            graphs.append((name, graph))
-            values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in graph.graph.output_node().args[0]]
+    def keep(name, graph, inputs):
+        graphs.append((name, graph))
+        (outputs,) = graph.graph.output_node().args
 
-            def run(inputs):
-                inputs.clear()
-                return [empty_on(META, x) for x in values]
+        def run(inputs):
+            inputs.clear()
+            return [empty_on(META, x.meta["val"]) if isinstance(x, fx.Node) else x for x in outputs]
 
-            run._boxed_call = True
-            return run
-
-        return keep
+        run._boxed_call = True
+        return run
 
     backend = aot_autograd(
-        fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), decompositions=select_decomp_table(),
+        fw_compiler=functools.partial(keep, "forward"),
+        bw_compiler=functools.partial(keep, "backward"),
+        decompositions=select_decomp_table(),
         partition_fn=min_cut_rematerialization_partition,
-    )  # fmt: skip
+    )
     torch._dynamo.reset()
     with mock.patch.object(torch_flex, "_validate_device", lambda *qkv: None):  # it refuses the meta device
         torch.compile(function, backend=backend, dynamic=False)(*arguments).sum().backward()
     return graphs
 
 
-def trace_attention(method, length: int, head_dim: int, dtype: torch.dtype) -> Graphs:
+def trace_attention(method, length, dtype, backend=BACKENDS["flex"]):
     """Return the graphs of attention by a method, with q, k, v (2, H, T, D) laid out as the model has them."""
-    method, H = method.to(META), method.num_heads
-    qkv = torch.empty(2, length, 3, H, head_dim, device=META, dtype=dtype).transpose(1, 3).unbind(2)
-    x = torch.empty(2, length, H * head_dim, device=META, dtype=dtype) if method.needs_input else None
-    plan = plan_layer(method, BACKENDS["flex"], length, length, device=META, dtype=dtype)
-    return trace(lambda q, k, v: attend(method, q, k, v, x, plan=plan), *(y.requires_grad_() for y in qkv))
+    method, H, D = method.to(META), method.num_heads, method.head_dim
+    qkv = torch.empty(2, length, 3, H, D, device=META, dtype=dtype)
+    x = torch.empty(2, length, H * D, device=META, dtype=dtype) if method.needs_input else None
+    plan = plan_layer(method, backend, length, length, device=META, dtype=dtype)
+    q, k, v = (y.detach().requires_grad_() for y in qkv.transpose(1, 3).unbind(2))
+    return trace(lambda q, k, v: attend(method, q, k, v, x, plan=plan), q, k, v)
 
 
-def trace_model(method: str, options: dict) -> Graphs:
+def trace_model(method, options):
     """Return the graphs of the loss of a model of two layers."""
     config = SimpleNamespace(
-        vocab_size=512, num_layers=2, num_heads=2, model_dim=128, train_length=256, position_scale=1.0, method=method,
-        method_options=options,
-    )  # fmt: skip
+        vocab_size=512, num_layers=2, num_heads=2, model_dim=128,
+        train_length=256, position_scale=1.0, method=method, method_options=options,
+    )
     model = GPT(config, torch.bfloat16).to(META)
     tokens, plan = torch.empty(2, 256, dtype=torch.int64, device=META), model.plan(256, backend="flex")
     return trace(lambda tokens: model(tokens, tokens, plan=plan), tokens)
@@ -112,44 +112,47 @@ def trace_model(method: str, options: dict) -> Graphs:
 # ---- lowering and compiling ------------------------------------------------------------------------------------------
 
 
-def empty_on(device: torch.device, x):
+def empty_on(device, x):
     """Return an empty tensor like x on a device; x itself if it is no tensor."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
+    if not isinstance(x, torch.Tensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
 @contextlib.contextmanager
-def absent_gpu(arch: int):
+def absent_gpu(arch):
     """Make torch and Triton believe in a GPU of this compute capability, as far as writing code for it goes."""
     properties = SimpleNamespace(
         major=arch // 10, minor=arch % 10, name="", gcnArchName="", multi_processor_count=132, warp_size=32,
         regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
-    )  # fmt: skip
+    )
     target = GPUTarget("cuda", arch, 32)
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0))
     _triton.has_triton.cache_clear()  # without a GPU, it has said no
-    with (
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-        mock.patch.object(torch.cuda, "current_device", return_value=0),
-        mock.patch.object(CudaInterface, "is_available", return_value=True),
-        mock.patch.object(CudaInterface, "get_device_properties", return_value=properties),
-        mock.patch.object(CudaInterface.Worker, "get_device_properties", return_value=properties),
-    ):
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "get_device_properties", properties),
+            (torch.cuda, "current_device", 0),
+            (CudaInterface, "is_available", True),
+            (CudaInterface, "get_device_properties", properties),
+            (CudaInterface.Worker, "get_device_properties", properties),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, return_value=value))
         yield
 
 
-def lower(name: str, graph: fx.GraphModule, arch: int) -> str:
+def lower(name, graph, arch):
     """Return the code that Inductor writes for a graph of `trace`, which it moves to CUDA."""
     def moved(x):
         return CUDA if x == META else x
 
     with absent_gpu(arch), FakeTensorMode() as fake, torch.no_grad(), V.set_fake_mode(fake):
-        for module in graph.modules():
-            for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+        for module in (module for module in graph.modules() if isinstance(module, fx.GraphModule)):
+            for node in module.graph.nodes:
                 node.args = fx.node.map_aggregate(node.args, moved)
                 node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
                 node.meta["val"] = tree_map(lambda x: empty_on(CUDA, x), node.meta.get("val"))
-            if isinstance(module, fx.GraphModule):
-                module.recompile()
+            module.recompile()
         inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
         lowering = GraphLowering(graph, example_inputs=inputs, is_backward=name == "backward")
         with V.set_graph_handler(lowering), V.set_debug_handler(DebugContext()):
@@ -157,7 +160,7 @@ def lower(name: str, graph: fx.GraphModule, arch: int) -> str:
             return lowering.codegen()[0].value
 
 
-def compile_code(code: str, arch: int) -> Code:
+def compile_code(code, arch):
     """Compile the one attention kernel in Inductor's code."""
     (source,) = re.findall(r"async_compile\.triton\('triton_tem_\w+', '''(.*?)'''", code, flags=re.DOTALL)
     sizes = {name: int(size) for name, size in re.findall(r"BLOCK_([MN]\d?) : tl.constexpr = (\d+)", source)}
@@ -179,7 +182,7 @@ def compile_code(code: str, arch: int) -> Code:
     return read_code(*compiled, area / (32 * options["num_warps"]))
 
 
-def compile_kernel(kernel, signature: dict, constants: dict, attributes: dict, options: dict, arch: int):
+def compile_kernel(kernel, signature, constants, attributes, options, arch):
     """Return Triton's compiled kernel, and nvdisasm's listing of its machine code."""
     source = ASTSource(kernel, signature, constants, attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -191,7 +194,7 @@ def compile_kernel(kernel, signature: dict, constants: dict, attributes: dict, o
     return binary, listing
 
 
-def innermost_loops(listing: str, needed: str) -> list[list[str]]:
+def innermost_loops(listing, needed):
     """Return the opcodes of each innermost loop that has an opcode containing `needed`."""
     opcodes, labels, loops = [], {}, []
     for line in listing.splitlines():
@@ -202,16 +205,16 @@ def innermost_loops(listing: str, needed: str) -> list[list[str]]:
             target = re.search(r"`\(\.(L_x_\d+)\)", instruction[2])
             if instruction[1] == "BRA" and target and target[1] in labels:
                 loops.append((labels[target[1]], len(opcodes)))
-    loops = [(begin, end) for begin, end in loops if any(needed in opcode for opcode in opcodes[begin:end])]
-    inner = [a for a in loops if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in loops)]
-    return [opcodes[begin:end] for begin, end in sorted(inner)]
+    loops = [range(*loop) for loop in loops if any(needed in opcode for opcode in opcodes[slice(*loop)])]
+    inner = [a for a in loops if not any({*b} < {*a} for b in loops)]
+    return [[opcodes[i] for i in loop] for loop in sorted(inner, key=min)]
 
 
-def count(loop: list[str], *opcodes: str) -> int:
+def count(loop, *opcodes):
     return sum(opcode in opcodes for opcode in loop)
 
 
-def read_code(binary, listing: str, logits: float) -> Code:
+def read_code(binary, listing, logits):
     """Return the counts of a kernel. logits: computed by one thread in one iteration of a loop."""
     kinds = {}  # loops by their number of matrix products: dk and dv take one more than dq
     for loop in innermost_loops(listing, "MMA"):
@@ -225,72 +228,59 @@ def read_code(binary, listing: str, logits: float) -> Code:
     )
 
 
-def compile_case(arch, dtype, head_dim, length, name, options, passes=("forward", "backward")) -> list[Code]:
+def compile_case(arch, dtype, head_dim, length, name, options, passes):
     """Compile the attention kernels of the method `name`."""
     method = make_method(name, Shape(num_heads=2, head_dim=head_dim, train_length=64), **options)
+    return compile_attention(arch, passes, method, length, getattr(torch, dtype))
+
+
+def compile_attention(arch, passes, *arguments):
+    """Return the Code of each kernel of trace_attention."""
     with mock.patch.object(flex, "capability", lambda device: divmod(arch, 10)):
-        graphs = trace_attention(method, length, head_dim, getattr(torch, dtype))
+        graphs = trace_attention(*arguments)
     return [compile_code(lower(*graph, arch), arch) for graph in graphs if graph[0] in passes]
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def paper(plan, score_change):
-    def score_mod(score, batch, head, q_index, kv_index):
-        log = torch.log(1 + (q_index - kv_index).clamp(min=0) / score_change.tau)
-        return torch.sqrt(1 + 2 * log) * score - 2 * log
-
-    return dict(score_mod=score_mod, kernel_options={})
+class WithDefaultOptions(FlexAsWritten):
+    def prepare(self, plan, score_change):
+        return super().prepare(plan, score_change) | dict(kernel_options={})
 
 
-def formula(plan, score_change):
-    return dict(score_mod=flex.make_score_mod(score_change, plan))
+class Approximate(ScoreChange):
+    """Scale-invariant attention by the GPU's approximate logarithm and root."""
 
-
-def approximations(plan, score_change):
-    from torch._higher_order_ops import inline_asm_elementwise  # from torch 2.13 on
-
-    def approximate(name, x):
-        asm = f"{name}.approx.ftz.f32 $0, $1;"
-        return inline_asm_elementwise(x, asm_str=asm, constraints="=f,f", dtype=torch.float32)
-
-    def score_mod(score, batch, head, q_index, kv_index):
-        x = 1 + (q_index - kv_index).clamp(min=0).float() * (1 / score_change.tau)
-        a = approximate("sqrt", 1 + 2 * math.log(2) * approximate("lg2", x))
+    def change(self, score, distance, head):
+        a = approximate("sqrt", 1 + 2 * math.log(2) * approximate("lg2", 1 + 0.1 * distance))
         return a * (score - a)
 
-    return dict(score_mod=score_mod)
+
+def approximate(name, x):
+    from torch._higher_order_ops import inline_asm_elementwise  # from torch 2.13 on
+
+    asm = f"{name}.approx.ftz.f32 $0, $1;"
+    return inline_asm_elementwise(x, asm_str=asm, constraints="=f,f", dtype=torch.float32)
 
 
-class Changed(flex.Flex):
-    """FlexAttention without a score change, and then with these arguments."""
-
-    def __init__(self, arguments):
-        self.arguments = arguments
-
-    def prepare(self, plan, score_change):
-        return super().prepare(plan, None) | self.arguments(plan, score_change)
-
-
-ROWS = {  # method, options, how FlexAttention gets it
-    "plain": ("nope", {}, flex.Flex()),
-    "ALiBi": ("alibi", {}, flex.Flex()),
-    "scale-invariant, as the paper writes it": ("scale_invariant_nope", {}, Changed(paper)),
-    "scale-invariant, x rsqrt(x) for the root": ("scale_invariant_nope", {}, Changed(formula)),
-    "scale-invariant, lg2.approx and sqrt.approx": ("scale_invariant_nope", {}, Changed(approximations)),
-    "scale-invariant, one table (`flex`)": ("scale_invariant_nope", {}, flex.Flex()),
-    "scale-invariant, learned tau": ("scale_invariant_nope", dict(learn_tau=True), flex.Flex()),
+SHAPE = Shape(num_heads=2, head_dim=128, train_length=64)
+OURS = make_method("scale_invariant_nope", SHAPE)
+ROWS = {  # method, how FlexAttention gets it
+    "plain": (make_method("nope", SHAPE), flex.Flex()),
+    "ALiBi": (make_method("alibi", SHAPE), flex.Flex()),
+    "scale-invariant, as the paper writes it": (Method("paper", SHAPE, [Paper()]), WithDefaultOptions()),
+    "scale-invariant, x rsqrt(x) for the root": (OURS, FlexAsWritten()),
+    "scale-invariant, lg2.approx and sqrt.approx": (Method("approximate", SHAPE, [Approximate()]), FlexAsWritten()),
+    "scale-invariant, one table (`flex`)": (OURS, flex.Flex()),
+    "scale-invariant, learned tau": (make_method("scale_invariant_nope", SHAPE, learn_tau=True), flex.Flex()),
 }
 
 
 def main():
-    codes = {}
-    for label, (name, options, backend) in ROWS.items():
-        with mock.patch.dict(BACKENDS, flex=backend):
-            codes[label] = compile_case(90, "bfloat16", 128, 1024, name, options)
     rows, baseline = [["scores", "forward", "dq", "dk, dv", "shared KiB", "spills", "calls", "estimated time"]], None
-    for label, kernels in codes.items():
+    for label, (method, backend) in ROWS.items():
+        kernels = compile_attention(90, ("forward", "backward"), method, 1024, torch.bfloat16, backend)
         numbers = [number for kernel in kernels for number in kernel.instructions]
         # Clocks of an SM for a logit: 9 products of 2 D operations, 4096 a clock, and 128 instructions a clock.
         clocks = 9 * 2 * 128 / 4096 + sum(numbers) / 128

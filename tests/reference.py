@@ -20,9 +20,8 @@ def rope_frequencies(head_dim, base=10000.0):
 
 def half_truncate_frequencies(head_dim, base=1024.0, share=0.5):
     """share D/2 frequencies from 1 down to 1/base, in equal ratios; the other pairs stay (modded-nanogpt #17)."""
-    turning = round(share * head_dim / 2)
-    theta = [base ** (-k / max(turning - 1, 1)) if k < turning else 0.0 for k in range(head_dim // 2)]
-    return torch.tensor(theta, dtype=torch.float64)
+    turning, k = round(share * head_dim / 2), torch.arange(head_dim // 2, dtype=torch.float64)
+    return torch.where(k < turning, base ** (-k / max(turning - 1, 1)), 0)
 
 
 def barbero_frequencies(head_dim, base=10000.0, share=0.5):
@@ -37,32 +36,33 @@ def ntk_frequencies(head_dim, s, base=10000.0):
     return rope_frequencies(head_dim, base * s ** (head_dim / (head_dim - 2)))
 
 
-def yarn_frequencies(head_dim, s, train_length, base=10000.0, beta_fast=32.0, beta_slow=1.0):
+def yarn_frequencies(head_dim, s, train_length, base=10000.0):
     """NTK by parts (Peng et al. 2023): pairs with many turns in training keep theta, pairs with few get theta / s."""
     def pair_of(turns):  # the k, not an integer, whose pair makes that many turns in train_length tokens
         return head_dim * math.log(train_length / (2 * math.pi * turns)) / (2 * math.log(base))
 
-    low, high = max(math.floor(pair_of(beta_fast)), 0), min(math.ceil(pair_of(beta_slow)), head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    low = max(math.floor(pair_of(32)), 0)
+    high = min(math.ceil(pair_of(1)), head_dim - 1)
+    k = torch.arange(head_dim // 2, dtype=torch.float64)
+    ramp = ((k - low) / (high - low)).clamp(0, 1)
     theta = rope_frequencies(head_dim, base)
     return theta / s * ramp + theta * (1 - ramp)
 
 
-def rotation(name, head_dim, train_length, target_length, *, base=None, form="half_truncate", share=0.5,
-             stretch=None, beta_fast=32.0, beta_slow=1.0, temperature=True):
+def rotation(name, head_dim, train_length, target_length, *, base=None, form="half_truncate", share=0.5, stretch=None):
     """Return a method's frequencies, and the gain on its cos and sin (YaRN's temperature: 0.1 ln s + 1)."""
     s = (stretch or target_length / train_length) if target_length > train_length else 1.0
     if name.endswith("p_rope") and form == "half_truncate":
         return half_truncate_frequencies(head_dim, base or 1024.0, share), 1.0
-    if name.endswith("p_rope"):
-        return barbero_frequencies(head_dim, base or 10000.0, share), 1.0
-    if name.endswith("ntk"):
-        return ntk_frequencies(head_dim, s, base or 10000.0), 1.0
+    base = base or 10000.0
     if name == "yarn":
-        theta = yarn_frequencies(head_dim, s, train_length, base or 10000.0, beta_fast, beta_slow)
-        return theta, 0.1 * math.log(s) + 1 if temperature else 1.0
+        return yarn_frequencies(head_dim, s, train_length, base), 0.1 * math.log(s) + 1
+    if name.endswith("p_rope"):
+        return barbero_frequencies(head_dim, base, share), 1.0
+    if name.endswith("ntk"):
+        return ntk_frequencies(head_dim, s, base), 1.0
     if name.endswith("rope"):
-        return rope_frequencies(head_dim, base or 10000.0), 1.0
+        return rope_frequencies(head_dim, base), 1.0
     return torch.zeros(head_dim // 2, dtype=torch.float64), 1.0
 
 
@@ -81,14 +81,14 @@ def alibi_slopes(num_heads, slopes="official"):
     def geometric(n):
         return [2.0 ** (-8 * h / n) for h in range(1, n + 1)]
 
-    if slopes == "geometric":
-        return torch.tensor(geometric(num_heads), dtype=torch.float64)
-    power = 2 ** math.floor(math.log2(num_heads))
-    return torch.tensor((geometric(power) + geometric(2 * power)[::2])[:num_heads], dtype=torch.float64)
+    power = num_heads if slopes == "geometric" else 2 ** math.floor(math.log2(num_heads))
+    interleaved = geometric(power) + geometric(2 * power)[::2]
+    return torch.tensor(interleaved[:num_heads], dtype=torch.float64)
 
 
-def scale_invariant(t, tau=10.0, alpha=math.exp(0.5), beta=math.exp(0.5)):
+def scale_invariant(t, tau=10.0):
     """a_t and m_t (paper, Eq. "solution"). The boundary a_0 = 1, m_0 = 0 gives alpha = beta = e^(1/2)."""
+    alpha = beta = math.exp(0.5)
     a_squared = 2 * (torch.log(t / tau + 1) - math.log(alpha) + beta / alpha)
     return a_squared.sqrt(), -a_squared + beta / alpha
 
@@ -97,8 +97,8 @@ def scale_invariant(t, tau=10.0, alpha=math.exp(0.5), beta=math.exp(0.5)):
 
 
 def attention_logits(name, q, k, *, train_length, target_length=None, q_offset=0, learned=None, tau=10.0,
-                     tau_ratio=1.0, learn_tau=False, learn_gain=False, alpha=math.exp(0.5), beta=math.exp(0.5),
-                     terms="both", slopes="official", slope_scale=1.0, context="row", **rotary):
+                     tau_ratio=1.0, learn_tau=False, learn_gain=False, terms="both", slopes="official",
+                     slope_scale=1.0, context="row", **rotary):
     """L_ij = a_t S_ij + m_t, minus infinity for keys after the query: (B, H, Tq, Tk)."""
     num_heads, head_dim = q.shape[1], q.shape[3]
     i = torch.arange(q_offset, q_offset + q.shape[2], dtype=torch.float64)
@@ -113,8 +113,9 @@ def attention_logits(name, q, k, *, train_length, target_length=None, q_offset=0
         logits = learned[:, None, None] * torch.log(n)[:, None] * logits
     if name.startswith("scale_invariant"):
         taus = torch.exp(learned) if learn_tau else tau * tau_ratio ** torch.arange(num_heads, dtype=torch.float64)
-        a, m = scale_invariant(t, taus[:, None, None], alpha, beta)
-        a = a * learned[:, None, None] if learn_gain else a
+        a, m = scale_invariant(t, taus[:, None, None])
+        if learn_gain:
+            a = a * learned[:, None, None]
         logits = (logits if terms == "m" else a * logits) + (0 if terms == "a" else m)
     if name == "alibi":
         logits = logits - slope_scale * alibi_slopes(num_heads, slopes)[:, None, None] * t
@@ -128,7 +129,7 @@ def attend(name, q, k, v, **options):
     return attention_logits(name, q, k, **options).softmax(dim=-1) @ v
 
 
-def infini(name, q, k, v, *, learned, segment_length=None, delta=False, train_length, target_length=None, **rotary):
+def infini(name, q, k, v, *, learned, segment_length=None, train_length, target_length=None, **rotary):
     """Munkhdalai et al. 2024: causal softmax inside a segment, a linear-attention memory of the earlier segments.
 
     The memory sees q and k before rotation. sigma = ELU + 1. The first segment has no memory and no gate.
@@ -139,20 +140,14 @@ def infini(name, q, k, v, *, learned, segment_length=None, delta=False, train_le
     def recall(x):
         return (sigma(x) @ memory) / (sigma(x) @ normaliser)
 
-    segment_length = segment_length or max(1, train_length // 4)
     gate = torch.sigmoid(learned)[:, None, None]
-    memory = normaliser = None  # (B, H, D, D), (B, H, D, 1)
+    memory = normaliser = 0  # (B, H, D, D), (B, H, D, 1)
     outputs = []
-    for q_s, k_s, v_s in zip(*(x.split(segment_length, dim=2) for x in (q, k, v))):
+    segments = [x.split(segment_length or max(1, train_length // 4), dim=2) for x in (q, k, v)]
+    for q_s, k_s, v_s in zip(*segments):
         # RoPE depends on i - j alone, so positions may start again in every segment.
         local = attend(name.removeprefix("infini_"), q_s, k_s, v_s, train_length=train_length, **rotary)
-        write = v_s
-        if memory is None:
-            memory = normaliser = 0
-            outputs.append(local)
-        else:
-            outputs.append(gate * recall(q_s) + (1 - gate) * local)
-            write = v_s - recall(k_s) if delta else v_s
-        memory = memory + sigma(k_s).mT @ write
+        outputs.append(gate * recall(q_s) + (1 - gate) * local if outputs else local)
+        memory = memory + sigma(k_s).mT @ v_s
         normaliser = normaliser + sigma(k_s).sum(dim=2)[..., None]
     return torch.cat(outputs, dim=2)

@@ -1,10 +1,9 @@
 """Copy gain against losses by the logits; micro-batches, ranks, a run's validation and scripts.evaluate."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
+from attention_cases import CPU
 from commands import fails, read_json
 from lives import run_ranks
 from numpy.lib.stride_tricks import sliding_window_view as windows
@@ -19,7 +18,6 @@ from runtime.processes import World
 from scripts import evaluate
 
 VOCAB, GAPS = 64, (5, 40)
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -46,25 +44,24 @@ def measure(model, stream, **options):
 
 @pytest.mark.parametrize("gap", [1, 40, 768])  # the last leaves room for one place of the text span
 def test_sequences_hold_a_span_the_filler_and_the_span_again(stream, gap):
-    text, sequences = stream.read(0, len(stream)), copy_sequences(stream, gap, VOCAB)
+    sequences = copy_sequences(stream, gap, VOCAB)
     assert sequences.shape == (2, SPANS, 2 * SPAN + gap)
-    assert (sequences[..., :SPAN] == sequences[..., -SPAN:]).all()
-    fillers = sequences[..., SPAN:-SPAN]
-    assert (fillers[0] == fillers[1]).all()
-    cyclic = np.tile(text, 3)
-    pieces = windows(cyclic, gap)
-    for filler, span in zip(fillers[1], sequences[1, :, :SPAN]):
-        start = (pieces == filler).all(axis=1).argmax()  # one of its places in the text
-        assert (pieces[start] == filler).all()
+    spans, fillers, copies = np.split(sequences, (SPAN, SPAN + gap), axis=-1)
+    assert (spans == copies).all() and (fillers[0] == fillers[1]).all()
+    cyclic = np.tile(stream.read(0, len(stream)), 3)
+    for filler, span in zip(fillers[1], spans[1]):
+        places = (windows(cyclic, gap) == filler).all(axis=1).nonzero()[0]
+        assert len(places)
         if gap > 30:  # shorter ones are at several places
-            rest = cyclic[start + gap : start + len(text)]  # all of the text but the filler
+            rest = cyclic[places[0] + gap :][: len(stream) - gap]  # all of the text but the filler
             assert (windows(rest, SPAN) == span).all(axis=1).any()
 
 
 def test_random_spans_follow_the_unigram_frequency(tmp_path):
     coins = [3] * 900 + [7] * 100
-    spans = copy_sequences(open_split(write_shards(tmp_path, coins, coins), "val", VOCAB), 16, VOCAB)[0, :, :SPAN]
-    assert {*spans.flatten().tolist()} == {3, 7}
+    stream = open_split(write_shards(tmp_path, coins, coins), "val", VOCAB)
+    spans = copy_sequences(stream, 16, VOCAB)[0, :, :SPAN]
+    assert {*spans.flat} == {3, 7}
     assert (spans == 7).mean() == pytest.approx(0.1, abs=0.03)  # 1,536 draws: a standard error of 0.008
 
 
@@ -74,10 +71,10 @@ def test_losses_and_gains_equal_those_of_the_logits(stream):
     for gap in GAPS:
         for kind, sequences in zip(KINDS, copy_sequences(stream, gap, VOCAB)):
             by_token = plain_losses(model, sequences).numpy()
-            copies = [by_token[:, part].mean(axis=1) for part in (slice(31), slice(-31, None))]  # of (48,) spans
-            gains = copies[0] - copies[1]
-            error = np.std(gains, ddof=1) / math.sqrt(48)
-            expected = dict(copy_loss=np.mean(copies, axis=1), copy_gain=gains.mean(), copy_gain_error=error)
+            first, copy = by_token[:, :31].mean(axis=1), by_token[:, -31:].mean(axis=1)  # of (48,) spans
+            gains, losses = first - copy, [first.mean(), copy.mean()]
+            error = gains.std(ddof=1) / 48**0.5
+            expected = dict(copy_loss=losses, copy_gain=gains.mean(), copy_gain_error=error)
             with torch.no_grad():
                 best = model(torch.from_numpy(sequences)).argmax(dim=-1)[:, -32:-1].numpy()
             expected["copy_accuracy"] = (best == sequences[:, -31:]).mean()
@@ -166,7 +163,8 @@ def test_evaluate_measures_it_and_keeps_it(run, capsys):
     assert_close(call("--copy", "8", "64"), summary)
     table = capsys.readouterr().out
     for kind in KINDS:
-        assert f"{summary['copy_gain'][kind]['8']:.3f} ± {summary['copy_gain_error'][kind]['8']:.3f}" in table
+        gain, error = (summary[name][kind]["8"] for name in ("copy_gain", "copy_gain_error"))
+        assert f"{gain:.3f} ± {error:.3f}" in table
     stored = call("--copy", "2", "512")
     assert stored["copy_gain"]["text"].keys() == {"2", "8", "64", "512"}
     assert call() == stored

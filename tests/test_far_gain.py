@@ -1,5 +1,6 @@
 """Far gain: its classes against a brute-force search, its losses against the logits, and the commands."""
 
+import collections
 import math
 
 import numpy as np
@@ -42,8 +43,8 @@ def classes_of(window, targets):
 def test_a_class_follows_from_the_last_place_with_the_same_context():
     windows = np.random.default_rng(1).integers(0, 2, (50, 16 * T))  # of two tokens, so all classes are frequent
     expected = [classes_of(window, 4) for window in windows]
-    assert [[CLASSES[i] for i in classify(window, T)] for window in windows] == expected
-    assert {*np.ravel(expected)} == {*CLASSES}
+    found = np.array(CLASSES)[[classify(window, T) for window in windows]]
+    assert found.tolist() == expected and {*found.flat} == {*CLASSES}
 
 
 def test_windows_cover_the_text(stream):
@@ -59,22 +60,22 @@ def test_gains_equal_those_of_the_logits(stream):
     model = tiny_model()
     result = measure_far_gain(losses_of(model, (T, 16 * T)), stream, WINDOWS, T, VOCAB)
     windows = far_windows(stream, WINDOWS, T, VOCAB)
-    short = plain_losses(model, windows[:, -T:]).numpy()[:, -4:]  # (3, 4)
-    long = plain_losses(model, windows).numpy()[:, -4:]
+    inputs = windows[:, -T:], windows
+    short, long = (plain_losses(model, x).numpy()[:, -4:] for x in inputs)  # (3, 4)
     classes = np.array([classes_of(window, 4) for window in windows])
-    assert result["far_tokens"] == {name: count for name in CLASSES if (count := (classes == name).sum())}
+    assert result["far_tokens"] == collections.Counter(classes.flat)
     for name, count in result["far_tokens"].items():
         members = classes == name
-        gain = (short - long)[members].mean()
-        error = math.hypot(*((short - long - gain) * members).sum(axis=1)) / count  # tokens of a window add up first
-        losses = [short[members].mean(), long[members].mean()]
+        losses = [losses[members].mean() for losses in (short, long)]
+        gain = losses[0] - losses[1]
+        deviations = (short - long - gain) * members
+        error = math.hypot(*deviations.sum(axis=1)) / count  # tokens of a window add up first
         for key, value in zip(FAR, (losses, gain, error)):
             assert result[key][name] == pytest.approx(value, abs=1e-4)
 
 
 def test_a_run_measures_it_at_its_end_and_evaluate_again(data, tmp_path, capsys):
-    more = "--val_far_windows 1 --validate_as yarn --method rope --steps 10"
-    run = train_here(data, tmp_path, more)
+    run = train_here(data, tmp_path, "--val_far_windows 1 --validate_as yarn --method rope --steps 10")
     steps, validations = steps_and_validations(run)
     assert [r["step"] for r in (*steps, *validations) if "far_gain" in r] == [10]
     summary = read_json(run / "summary.json")
@@ -82,8 +83,9 @@ def test_a_run_measures_it_at_its_end_and_evaluate_again(data, tmp_path, capsys)
 
     evaluate.main([str(run), "--far", "1", "--device", "cpu"])
     stored = read_json(run / "evaluation.json")
-    assert_close(*({key: record[key] for key in FAR} for record in (stored, summary)))
-    without = {key: value for key, value in summary.items() if key not in FAR}
-    assert with_evaluation(without, stored)["far_gain"] == stored["far_gain"]
-    assert f"{summary['far_gain']['none']:.3f} ± {summary['far_gain_error']['none']:.3f}" in capsys.readouterr().out
+    measured = {key: summary.pop(key) for key in FAR}
+    assert_close({key: stored[key] for key in FAR}, measured)
+    assert with_evaluation(summary, stored)["far_gain"] == stored["far_gain"]
+    gain, error = measured["far_gain"]["none"], measured["far_gain_error"]["none"]
+    assert f"{gain:.3f} ± {error:.3f}" in capsys.readouterr().out
     fails(capsys, "far gain", evaluate.main, run, "--far", 9, "--device", "cpu")

@@ -6,6 +6,7 @@ One other process compiles all cases, because flex_code.py replaces Triton's dri
 import json
 
 import pytest
+from attention_cases import parse
 from commands import python
 
 pytest.importorskip("triton")
@@ -20,39 +21,37 @@ CHANGES = (ScoreChange, KeyBias, Window, Sink)  # the kinds of mechanism that ch
 SHARED_LIMIT = {90: 232_448, 80: 166_912}  # bytes of shared memory that a block may use, by compute capability
 MOST_SPILLS = 6  # instructions of one thread for one logit, of 20 to 80 of all kinds
 LOOPS = dict(forward=1, backward=2)  # over tiles; the backward kernel computes dq in one, dk and dv in the other
-BOTH, LEARNED, SHORT = ["forward", "backward"], {"learn_tau": True}, {"window": 130}
-SCALE_INVARIANT = "scale_invariant_nope"
-QUICK = [  # compute capability, dtype, head dimension, length, method, options, passes
-    (90, "bfloat16", 128, 1024, "scale_invariant_p_rope", {}, BOTH),
-    (90, "bfloat16", 64, 1024, "kerple_log", {}, ["backward"]),
-]
+BOTH = ["forward", "backward"]
+
+
+def case(text, arch=90, dtype="bfloat16", head_dim=128, length=1024, passes=BOTH):
+    """Return the arguments of flex_code.compile_case for a method with its options."""
+    return arch, dtype, head_dim, length, *parse(text), passes
+
+
+QUICK = [case("scale_invariant_p_rope"), case("kerple_log", head_dim=64, passes=["backward"])]
 GRID = [
-    *((90, "bfloat16", 128, 1024, method, {}, BOTH)
-      for method in "rope alibi nape kerple_log kerple_power bam fox logn_rope rope+sink".split()),
-    *((90, "bfloat16", 128, 1024, SCALE_INVARIANT, options, BOTH)
-      for options in (LEARNED, {"tau_ratio": 2.0}, {"terms": "a"}, {"terms": "m"}, {"learn_gain": True},
-                      {"skip_first": True}, LEARNED | {"skip_first": True})),
-    (90, "bfloat16", 128, 1024, "alibi", {"slopes": "geometric"}, BOTH),
-    (90, "bfloat16", 128, 1024, "rope+window", SHORT, BOTH),
-    (90, "bfloat16", 128, 1024, "scale_invariant+window", SHORT, BOTH),
-    (90, "bfloat16", 128, 1024, "scale_invariant+forget+window+sink", LEARNED | SHORT, BOTH),
-    (90, "bfloat16", 128, 1024, "scale_invariant+forget", {}, BOTH),
-    (90, "bfloat16", 128, 1000, SCALE_INVARIANT, {}, BOTH),
-    (90, "bfloat16", 128, 129, SCALE_INVARIANT, {}, BOTH),
-    (90, "bfloat16", 128, 129, SCALE_INVARIANT, {"tau_ratio": 2.0}, BOTH),
-    (90, "bfloat16", 64, 1024, SCALE_INVARIANT, {}, BOTH),
-    (90, "bfloat16", 64, 1024, "pope", {}, BOTH),
-    (90, "float16", 128, 1024, SCALE_INVARIANT, {}, BOTH),
-    (80, "bfloat16", 128, 1024, SCALE_INVARIANT, {}, BOTH),
-    (80, "bfloat16", 128, 1024, "kerple_log", {}, BOTH),
-    (80, "float16", 64, 1024, "alibi", {}, BOTH),
+    *map(case, """rope | alibi | nape | kerple_log | kerple_power | bam | fox | logn_rope | rope+sink
+        | alibi slopes=geometric | rope+window window=130 | scale_invariant+window window=130 | scale_invariant+forget
+        | scale_invariant+forget+window+sink learn_tau=True window=130 | scale_invariant_nope learn_tau=True
+        | scale_invariant_nope tau_ratio=2 | scale_invariant_nope terms=a | scale_invariant_nope terms=m
+        | scale_invariant_nope learn_gain=True | scale_invariant_nope skip_first=True
+        | scale_invariant_nope learn_tau=True skip_first=True""".split("|")),
+    case("scale_invariant_nope", length=1000),
+    case("scale_invariant_nope", length=129),
+    case("scale_invariant_nope tau_ratio=2", length=129),
+    case("scale_invariant_nope", head_dim=64),
+    case("pope", head_dim=64),
+    case("scale_invariant_nope", dtype="float16"),
+    case("scale_invariant_nope", arch=80),
+    case("kerple_log", arch=80),
+    case("alibi", arch=80, dtype="float16", head_dim=64),
 ]
-QUICK_MODELS = [("scale_invariant_p_rope+sink", {})]
-MODELS = [("fox", {}), ("scale_invariant+window", LEARNED | SHORT)]
-TWO_TABLES = [  # as flex_flash reads them, and lengths that are no multiple of a tile
-    (90, "bfloat16", 128, length, *method, BOTH)
-    for length in (1000, 129)
-    for method in (("alibi", {}), (SCALE_INVARIANT, {"terms": "a"}))
+QUICK_MODELS = [parse("scale_invariant_p_rope+sink")]
+MODELS = [parse("fox"), parse("scale_invariant+window learn_tau=True window=130")]
+# As flex_flash reads them, and lengths that are no multiple of a tile.
+TWO_TABLES = [
+    case(text, length=length) for length in (1000, 129) for text in ("alibi", "scale_invariant_nope terms=a")
 ]
 
 FORWARD_TILES = dict(num_stages=4, num_warps=2, BLOCK_M=64, BLOCK_N=32)
@@ -81,7 +80,7 @@ print(json.dumps([[(name, str(graph.graph).count("higher_order.flex_attention"))
 
 method = make_method("scale_invariant_nope", Shape(2, 128, 64))
 with mock.patch.dict(flex.TILES, {((9, 0), torch.bfloat16, 128): tiles}):
-    graphs = flex_code.trace_attention(method, 1024, 128, torch.bfloat16)
+    graphs = flex_code.trace_attention(method, 1024, torch.bfloat16)
 size = re.compile(r"(BLOCK_[MN]\\d?|num_warps|num_stages)(?: : tl.constexpr)? ?= ?(\\d+)")
 print(json.dumps([size.findall(flex_code.lower(*graph, 90)) for graph in graphs]))
 

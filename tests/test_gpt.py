@@ -1,14 +1,15 @@
 """The model against a plain float64 form of it, its initial state, causality, and what length and precision change."""
 
 import dataclasses
-import math
 from types import SimpleNamespace
 
 import pytest
 import reference
 import torch
-from test_methods import NAMES, assert_near, assert_refused, random
-from torch.testing import assert_close
+import torch.nn.functional as F
+from attention_cases import CPU, assert_near, cast, random
+from commands import refuses
+from test_methods import NAMES
 
 from configs.config import Config
 from configs.presets import PRESETS
@@ -25,9 +26,15 @@ every_method = pytest.mark.parametrize("name", NAMES)
 
 def make_gpt(name="scale_invariant_p_rope", seed=0, dtype=torch.float32, **shape):
     torch.manual_seed(seed)
-    shape = dict(vocab_size=VOCAB, num_layers=LAYERS, num_heads=HEADS, model_dim=DIM, train_length=TRAIN_LENGTH) | shape
-    options = dict(segment_length=20) if name.startswith("infini") else {}
-    return GPT(SimpleNamespace(**dict(method_options=options, position_scale=1.0, method=name) | shape), dtype)
+    fields = dict(
+        vocab_size=VOCAB, num_layers=LAYERS, num_heads=HEADS, model_dim=DIM, train_length=TRAIN_LENGTH,
+        position_scale=1.0, method=name, method_options=options_of(name),
+    )
+    return GPT(SimpleNamespace(**fields | shape), dtype)
+
+
+def options_of(name):
+    return dict(segment_length=20) if name.startswith("infini") else {}
 
 
 def randomize(model):
@@ -57,15 +64,15 @@ def plain_layers(name, p, tokens, num_heads=HEADS):
 
     The layers are record #8 of modded-nanogpt with the method in its attention. p: parameters by name, in float64.
     """
-    options = dict(segment_length=20) if name.startswith("infini") else {}
     x = rms_norm(p["embedding.weight"][tokens])  # (B, T, C)
     for layer in range(LAYERS):
         mine = {key.removeprefix(f"blocks.{layer}."): value for key, value in p.items()}
-        learned = next((value for key, value in mine.items() if key.startswith("attention.method")), None)
+        learned = next((mine[key] for key in mine if key.startswith("attention.method")), None)
         q, k, v = (rms_norm(x) @ matrix.T for matrix in mine["attention.qkv"])
-        q, k, v = (y.unflatten(-1, (num_heads, -1)).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
+        shape = *tokens.shape, num_heads, -1
+        q, k, v = (y.view(shape).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
         q, k = rms_norm(q), rms_norm(k)
-        y = reference.attend(name, q, k, v, train_length=TRAIN_LENGTH, learned=learned, **options)
+        y = reference.attend(name, q, k, v, train_length=TRAIN_LENGTH, learned=learned, **options_of(name))
         x = x + y.transpose(1, 2).flatten(2) @ mine["attention.proj"].T
         x = x + (rms_norm(x) @ mine["mlp.up"].T).clamp(min=0) ** 2 @ mine["mlp.down"].T
         yield q, k, learned, x
@@ -79,7 +86,7 @@ def test_loss_and_all_gradients_equal_the_plain_form(name, length):
     tokens, targets = random_tokens(length)
     *_, (*_, x) = plain_layers(name, exact, tokens)
     logits = rms_norm(x) @ exact["head"].T  # (B, T, V)
-    expected = -logits.log_softmax(dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    expected = F.cross_entropy(logits.mT, targets, reduction="none")
     losses = model(tokens, targets, per_token=True)
     assert losses.dtype == torch.float32
     assert_near(losses, expected, 5e-5)
@@ -88,20 +95,21 @@ def test_loss_and_all_gradients_equal_the_plain_form(name, length):
     assert_near(loss, expected.mean(), 1e-5)
     gradients = torch.autograd.grad(loss, model.parameters(), materialize_grads=True)
     truth = torch.autograd.grad(expected.mean(), exact.values(), materialize_grads=True)
-    for key, gradient, true in zip(exact, gradients, truth):
-        assert (gradient - true).norm() <= 1e-4 * true.norm() + 1e-7, key
+    for gradient, true in zip(gradients, truth, strict=True):
+        assert (gradient - true).norm() <= 1e-4 * true.norm() + 1e-7
     with torch.no_grad():
         assert_near(model(tokens), logits.detach(), 5e-5)
         assert_near(model(tokens, last=1), logits[:, -1:].detach(), 5e-5)
 
 
 @every_method
-@pytest.mark.parametrize("preset, matrices, numbers", [("gpt_162m_4k", 162_201_600, 72),
-                                                       ("gpt_304m_4k", 304_349_184, 128)])
+@pytest.mark.parametrize("preset, matrices, numbers", [
+    ("gpt_162m_4k", 162_201_600, 72),
+    ("gpt_304m_4k", 304_349_184, 128),
+])
 def test_parameter_count(preset, matrices, numbers, name):
-    config = PRESETS[preset]()
     with torch.device("meta"):
-        model = GPT(dataclasses.replace(config, method=name))
+        model = GPT(dataclasses.replace(PRESETS[preset](), method=name))
     extra = numbers if name.startswith(("logn", "infini")) else 0  # one number a layer and head
     assert sum(p.numel() for p in model.parameters()) == matrices + extra
 
@@ -109,19 +117,20 @@ def test_parameter_count(preset, matrices, numbers, name):
 def assert_uniform(weight, bound):
     assert bound * 0.999 < weight.abs().max() <= bound
     assert abs(weight.mean()) < 0.02 * bound
-    assert_close(weight.std().item(), bound / math.sqrt(3), rtol=0.02, atol=0)
+    assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
 
 
 def test_initial_distributions():
     model = make_gpt(vocab_size=1000)
     embedding = model.embedding.weight
-    assert_close(torch.stack([embedding.mean(), embedding.std()]).detach(), torch.tensor([0.0, 1.0]), rtol=0, atol=0.02)
+    assert embedding.mean().item() == pytest.approx(0, abs=0.02)
+    assert embedding.std().item() == pytest.approx(1, abs=0.02)
     assert (embedding.abs() > 2).float().mean().item() == pytest.approx(0.0455, abs=0.004)  # of a normal distribution
     for block in model.blocks:
         for matrix in (*block.attention.qkv, block.mlp.up):
             assert_uniform(matrix.detach(), DIM ** -0.5)
-        assert block.attention.proj.count_nonzero() == block.mlp.down.count_nonzero() == 0
-    assert model.head.count_nonzero() == 0
+        assert not block.attention.proj.any() and not block.mlp.down.any()
+    assert not model.head.any()
 
 
 @every_method
@@ -130,12 +139,12 @@ def test_the_seed_alone_decides_the_initial_weights(name):
     shared = dict(make_gpt("nope", seed=5).named_parameters())
     again, other = (dict(make_gpt(name, seed=seed).named_parameters()) for seed in (5, 6))
     for key, weight in shared.items():
-        assert_close(again[key], weight, rtol=0, atol=0)
-        assert weight.count_nonzero() == 0 or not torch.equal(other[key], weight)
+        assert torch.equal(again[key], weight)
+        assert not weight.any() or not torch.equal(other[key], weight)
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():
-    with assert_refused("model_dim 96", "num_heads 5"):
+    with refuses("model_dim 96", "num_heads 5"):
         make_gpt(num_heads=5)
 
 
@@ -148,25 +157,24 @@ def test_a_token_changes_no_loss_before_it(name):
     for t in (1, TRAIN_LENGTH, 100, 130):
         changed = tokens.clone()
         changed[:, t] = (tokens[:, t] + 1) % VOCAB
-        after = model(changed, targets, per_token=True)
-        assert_close(after[:, :t], before[:, :t], rtol=0, atol=1e-5)
-        assert ((after - before)[:, t:].abs() > 1e-4).float().mean() > 0.9
+        change = (model(changed, targets, per_token=True) - before).abs()
+        assert change[:, :t].max() <= 1e-5
+        assert (change[:, t:] > 1e-4).float().mean() > 0.9
 
 
 @torch.no_grad()
 @every_method
 def test_bfloat16_losses_are_near_float32(name):
-    losses = [make_random_gpt(name, dtype=dtype)(*random_tokens(100), per_token=True)
-              for dtype in (torch.float32, torch.bfloat16)]
-    assert losses[1].dtype == make_gpt(name, dtype=torch.bfloat16)(random_tokens(5)[0]).dtype == torch.float32
-    assert 0 < (losses[1] - losses[0]).square().mean().sqrt() < 0.03 * losses[0].std()
+    exact, rough = make_random_gpt(name), make_random_gpt(name, dtype=torch.bfloat16)
+    tokens, targets = random_tokens(100)
+    losses, rounded = (model(tokens, targets, per_token=True) for model in (exact, rough))
+    assert rounded.dtype == rough(tokens).dtype == torch.float32
+    assert 0 < (rounded - losses).square().mean().sqrt() < 0.03 * losses.std()
 
 
 def test_bfloat16_gradients_are_near_float32():
-    gradients = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model = make_random_gpt("logn_p_rope", dtype=dtype)
-        gradients.append(torch.autograd.grad(model(*random_tokens(100)), model.parameters()))
+    models = [make_random_gpt("logn_p_rope", dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    gradients = [torch.autograd.grad(model(*random_tokens(100)), model.parameters()) for model in models]
     assert {gradient.dtype for gradient in gradients[1]} == {torch.float32}  # of the parameters
     errors = [(rough - exact).norm() / exact.norm() for exact, rough in zip(*gradients)]
     assert sum(errors) / len(errors) < 0.03  # of one LogN scale a head alone, 6 numbers, up to 0.06
@@ -174,9 +182,8 @@ def test_bfloat16_gradients_are_near_float32():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_relu_squared_is_as_exact_as_its_roundings(dtype):
-    x, dy = (3 * random(5001, seed=seed) for seed in (0, 1))
-    x[:3] = torch.tensor([0.0, -0.0, 1e-18])
-    x, dy = x.to(dtype).requires_grad_(), dy.to(dtype)
+    x, dy = cast([3 * random(5001, seed=seed) for seed in (0, 1)], dtype)
+    x.data[:3] = torch.tensor([0.0, -0.0, 1e-18])
     y = relu_squared(x)
     (dx,) = torch.autograd.grad(y, x, dy)
     exact_y, exact_dx = x.double().relu() ** 2, 2 * x.double().relu() * dy.double()
@@ -188,18 +195,18 @@ def test_relu_squared_is_as_exact_as_its_roundings(dtype):
 @pytest.mark.slow
 def test_compiled_blocks_compute_the_losses_of_the_model_whose_weights_they_share():
     model = make_random_gpt()
-    eager, stats = uncompiled(model), torch._dynamo.utils.counters["stats"]
-    compile_model(model, Config(compile="on"), World(0, 1, torch.device("cpu")))
+    models, stats = (model, uncompiled(model)), torch._dynamo.utils.counters["stats"]
+    compile_model(model, Config(compile="on"), World(0, 1, CPU))
     torch._dynamo.reset()
     stats.clear()
     for scale in (1, 0.5):  # of weights that training changes later
         for parameter in model.parameters():
             parameter.data *= scale
         for length in (32, 70):
-            tokens, targets = random_tokens(length)
             plan = model.plan(length)
             with torch.no_grad():
-                assert_near(model(tokens, targets, plan=plan, per_token=True),
-                            eager(tokens, targets, plan=plan, per_token=True), 1e-5)
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in eager.named_parameters()]
+                losses = [each(*random_tokens(length), plan=plan, per_token=True) for each in models]
+            assert_near(*losses, 1e-5)
+    compiled, eager = (dict(each.named_parameters()) for each in models)
+    assert [*compiled] == [*eager]
     assert stats["unique_graphs"] == 2  # a length, for all blocks

@@ -1,6 +1,8 @@
 # ruff: noqa: E402 (imports after importorskip)
 """scripts.logit_statistics on tiny Hugging Face models and a run of ours, against a float64 computation and scipy."""
 
+import functools
+import itertools
 import json
 
 import pytest
@@ -11,6 +13,7 @@ transformers = pytest.importorskip("transformers", reason="an extra: pip install
 
 import tokenizers
 from commands import read_json
+from scipy.stats import kurtosis, skew
 from test_reproduce import call, is_figure  # noqa: F401 (call is a fixture)
 from tiny_run import train_tiny_run
 from torch.testing import assert_close
@@ -35,7 +38,7 @@ KEYS = [(0, False), (0, True), (1, False), (1, True)]  # layer, rotated
 
 def make_model(family):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES) if family == "llama" else transformers.Gemma2Config(**SIZES, **CAPPED)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **(CAPPED if family == "Gemma2" else {}))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -46,9 +49,9 @@ def make_model(family):
 @pytest.fixture
 def folder(tmp_path):
     """A Gemma's folder with a tokenizer, and text.txt beside it."""
-    make_model("gemma2").save_pretrained(tmp_path / "model")
-    vocabulary = tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
-    tokenizer = tokenizers.Tokenizer(vocabulary)
+    make_model("Gemma2").save_pretrained(tmp_path / "model")
+    vocabulary = dict(zip(WORDS, range(len(WORDS))))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", unk_token="<unk>")
     fast.save_pretrained(tmp_path / "model")
@@ -66,23 +69,20 @@ def as_complex(x):
 def exact_scores(model, tokens):
     """Return the scores of all pairs t > 0 without key 0, in float64: {(layer, rotated): (H, pairs)}."""
     projected = []
-    layers = attention_layers(model)
-    for layer in layers:
+    for layer in attention_layers(model):
         for projection in (layer.q_proj, layer.k_proj):
             projection.register_forward_hook(lambda module, inputs, output: projected.append(output.double()))
     model(tokens)
     T = tokens.shape[1]
     i, j = torch.tril_indices(T - 1, T - 1, offset=-1) + 1
-    scale = 9**-0.5 if model.config.model_type == "gemma2" else 16**-0.5
-    frequencies = 500.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    scale = getattr(model.config, "query_pre_attn_scalar", 16) ** -0.5
+    frequencies = 500.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
     turn = torch.exp(1j * torch.arange(T, dtype=torch.float64)[:, None] * frequencies)
     scores = {}
-    for number in range(2):
-        q, k = (as_complex(x) for x in projected[2 * number :][:2])
-        k = k.repeat_interleave(3, dim=1)
-        for rotated, angle in ((False, 1), (True, turn)):
-            s = (q * angle) @ (k * angle).conj().mT  # (B, H, T, T)
-            scores[number, rotated] = scale * s.real.transpose(0, 1)[:, :, i, j].flatten(1)
+    for layer, rotated in KEYS:
+        q, k = (as_complex(x) * turn**rotated for x in projected[2 * layer :][:2])
+        s = q @ k.repeat_interleave(3, dim=1).conj().mT  # (B, H, T, T)
+        scores[layer, rotated] = scale * s.real.transpose(0, 1)[:, :, i, j].flatten(1)
     return scores
 
 
@@ -90,12 +90,11 @@ def recorded_scores(model, **options):
     return {(layer, rotated): scores for layer, rotated, scores in layer_scores(model, TOKENS, 2**18, **options)}
 
 
-def assert_near(found, expected):
-    assert_close(found, expected, atol=5e-5, rtol=2e-5)
+assert_near = functools.partial(assert_close, atol=5e-5, rtol=2e-5)
 
 
 def test_scores_of_gemma_are_those_before_the_cap():
-    model = make_model("gemma2")
+    model = make_model("Gemma2")
     exact = exact_scores(model, TOKENS)
     assert max(scores.abs().max() for scores in exact.values()) > 2 * CAPPED["attn_logit_softcapping"]
     assert_near(recorded_scores(model), exact)
@@ -103,11 +102,11 @@ def test_scores_of_gemma_are_those_before_the_cap():
 
 def test_scores_of_llama_and_of_its_conversions():
     """A model converted to RoPE has the same scores. A model converted to NoPE has only scores without rotation."""
-    model = make_model("llama")
+    model = make_model("Llama")
     exact = exact_scores(model, TOKENS)
-    assert_near(recorded_scores(model), exact)
-    assert_near(recorded_scores(convert(model, "rope")), exact)
-    assert [*exact] == KEYS and [*recorded_scores(convert(model, "scale_invariant_nope"))] == KEYS[::2]
+    for same in (model, convert(model, "rope")):
+        assert_near(recorded_scores(same), exact)
+    assert [*recorded_scores(convert(model, "scale_invariant_nope"))] == KEYS[::2]
     found = recorded_scores(convert(model, "scale_invariant_rope", learn_moments=True), calibrate=True)
     assert_near(found[0, True], exact[0, True])
     for number, layer in enumerate(attention_layers(model)):
@@ -118,26 +117,22 @@ def test_scores_of_llama_and_of_its_conversions():
 
 
 def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, capsys):
-    logit_statistics.main([str(folder), "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")])
+    out = tmp_path / "out"
+    logit_statistics.main([*map(str, (folder, "--text", tmp_path / "text.txt", "--out", out))])
     tokens = torch.tensor([[0, *map(WORDS.index, TEXT.split())]])
-    statistics = read_json(tmp_path / "out" / "statistics.json")
-    T = tokens.shape[1]
-    exact = exact_scores(make_model("gemma2"), tokens)
+    statistics = read_json(out / "statistics.json")
+    exact = exact_scores(make_model("Gemma2"), tokens)
     for row, (key, scores) in zip(statistics["layers"], exact.items(), strict=True):
         assert (row["layer"], row["rotated"]) == key and len(row["qq"]["sample"]) == 200
-        heads = [*scores.numpy(), scores.numpy().ravel()]
-        for x, found in zip(heads, [*row["heads"], row["all"]], strict=True):
-            expected = dict(
-                mean=x.mean(),
-                std=x.std(),
-                skewness=scipy.stats.skew(x),
-                excess_kurtosis=scipy.stats.kurtosis(x),
-                ks=scipy.stats.kstest(x, "norm", args=(x.mean(), x.std())).statistic,
-            )
+        for x, found in zip([*scores, scores.flatten()], [*row["heads"], row["all"]], strict=True):
+            x = x.numpy()
+            mean, std = x.mean(), x.std()
+            ks, _ = scipy.stats.kstest(x, "norm", args=(mean, std))
+            expected = dict(mean=mean, std=std, skewness=skew(x), excess_kurtosis=kurtosis(x), ks=ks)
             assert found == pytest.approx(expected, rel=1e-4, abs=2e-5)
-    assert (statistics["tokens"], statistics["pairs"], statistics["dtype"]) == (T, (T - 1) * (T - 2) // 2, "float32")
-    assert "0.333333" in statistics["scale"]
-    assert is_figure(tmp_path / "out" / "layers")
+    assert (statistics["tokens"], statistics["pairs"]) == (tokens.numel(), scores.shape[1])
+    assert statistics["dtype"] == "float32" and "0.333333" in statistics["scale"]
+    assert is_figure(out / "layers")
     assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 2 + 4
 
 
@@ -146,7 +141,7 @@ def test_a_run_of_ours(tmp_path, monkeypatch):
     run = train_tiny_run(tmp_path, "--method nope,rope+window --num_layers 2 --steps 1 --cooldown_steps 0")
     (tmp_path / "text.txt").write_text("abc hg " * 20)
     monkeypatch.chdir(tmp_path)
-    logit_statistics.main(["run", "--text", "text.txt", "--tokens", "30"])
+    logit_statistics.main("run --text text.txt --tokens 30".split())
     layers = read_json(tmp_path / "runs/logit_statistics/run/statistics.json")["layers"]  # the default folder
     _, model = logit_statistics.load_run(run, torch.device("cpu"))
     tokenizer = load_tokenizer(tmp_path / "data")
@@ -155,15 +150,15 @@ def test_a_run_of_ours(tmp_path, monkeypatch):
     for row, (layer, rotated, scores) in zip(layers, expected, strict=True):
         assert (row["layer"], row["rotated"]) == (layer, rotated)
         assert row["heads"][0]["std"] == pytest.approx(scores[0].std(correction=0).item())
-    assert [row["rotated"] for row in layers] == [False, False, True]
+    assert len(layers) == 3 and layers[2]["rotated"]
 
 
 def test_the_papers_six_figures(tmp_path, call):  # noqa: F811
-    random = torch.randn(2, 40, dtype=torch.float64)
-    layers = [describe_scores(random, layer=0, rotated=rotated) for rotated in (False, True)]
+    scores = torch.randn(2, 40, dtype=torch.float64)
+    layers = [describe_scores(scores, layer=0, rotated=rotated) for rotated in (False, True)]
     about = dict.fromkeys("text text_sha256 scale dtype device commit made".split(), "?")
     for name in (*PAPERS_MODELS, "run"):
-        path = tmp_path / "runs" / "logit_statistics" / name / "statistics.json"
+        path = tmp_path / f"runs/logit_statistics/{name}/statistics.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(about | dict(tokens=9, pairs=40, command=f"measure {name}", layers=layers)))
     code, output = call("figure_qq", "--scale", "mini")
@@ -171,6 +166,5 @@ def test_the_papers_six_figures(tmp_path, call):  # noqa: F811
     for name, (title, _) in (PAPERS_MODELS | {"run": ("run", None)}).items():
         assert name == "run" or f"`measure {name}`" in output.out
         assert output.out.count(f"| {title} ") == 2
-    figures = tmp_path / "out" / "figures"
-    for name in ("llama_1b", "llama_8b", "gemma_2_27b"):
-        assert all(is_figure(figures / f"figure_qq_{name}_{form}_rotation") for form in ("with", "without"))
+    for name, form in itertools.product(("llama_1b", "llama_8b", "gemma_2_27b"), ("with", "without")):
+        assert is_figure(tmp_path / f"out/figures/figure_qq_{name}_{form}_rotation")

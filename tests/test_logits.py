@@ -1,14 +1,15 @@
 """Statistics of a model's logits against dense float64 ones, from the parameters and the formulas of reference.py."""
 
 import itertools
-import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import reference
+import scipy.stats
 import torch
-from test_gpt import HEADS, LAYERS, TRAIN_LENGTH, make_gpt, make_random_gpt, plain_layers, random_tokens, rms_norm
+from attention_cases import parse
+from test_gpt import LAYERS, TRAIN_LENGTH, make_gpt, make_random_gpt, plain_layers, random_tokens, rms_norm
 from test_methods import NAMES
 from test_rivals import forgetting
 from test_train import write_shards
@@ -16,6 +17,8 @@ from tiny_run import train_tiny_run
 
 from data.shards import open_split
 from measure.copy_gain import SPAN
+from model.attention.reference import attention_logits
+from model.methods.base import Method
 from model.scores import calibrate, layer_scores, max_logits, score_pairs
 from results.far import heads
 from scripts.reproduce import logits
@@ -29,19 +32,24 @@ def exact_layers(name, model, tokens):
     return plain_layers(name, {key: value.detach().double() for key, value in model.named_parameters()}, tokens)
 
 
+def exact_logits(name, model, tokens):
+    """Return the logits of each layer, (B, H, T, T)."""
+    return [reference.attention_logits(name, q, k, train_length=TRAIN_LENGTH, learned=learned)
+            for q, k, learned, _ in exact_layers(name, model, tokens)]
+
+
 def plain_scores(name, model, tokens, rotated):
-    """S of all pairs t > 0 but those with key 0, of each layer: (layers, H, pairs) in numpy."""
-    B, T = tokens.shape
-    keep = np.tril(np.ones((T, T), bool), -1)
-    keep[:, 0] = False
+    """S of all pairs t > 0 but those with key 0, of each layer: (layers, H, pairs)."""
+    T = tokens.shape[1]
+    i, j = torch.tril_indices(T - 1, T - 1, offset=-1) + 1
     scores = []
     for q, k, *_ in exact_layers(name, model, tokens):
         if rotated:
             turn = reference.rotation(name, q.shape[-1], TRAIN_LENGTH, T)
-            q, k = (reference.rotate(x, torch.arange(T, dtype=torch.float64), *turn) for x in (q, k))
-        s = (q @ k.mT / math.sqrt(q.shape[-1])).transpose(0, 1).numpy()  # (H, B, T, T)
-        scores.append(s[:, :, keep].reshape(HEADS, -1))
-    return np.stack(scores)
+            q, k = (reference.rotate(x, torch.arange(T).double(), *turn) for x in (q, k))
+        s = q @ k.mT / q.shape[-1] ** 0.5  # (B, H, T, T)
+        scores.append(s.transpose(0, 1)[:, :, i, j].flatten(1))
+    return torch.stack(scores)
 
 
 @pytest.mark.parametrize("name", ["p_rope", "logn_p_rope", "scale_invariant_p_rope"])  # figure_entropy's methods
@@ -51,13 +59,11 @@ def test_profile_equals_dense_attention(name):
     profile = logits.attention_profile(model, tokens, lengths)
     for length in lengths:
         for number, window in enumerate(tokens[:, -length:].split(1)):
-            last = [
-                reference.attention_logits(name, q, k, train_length=TRAIN_LENGTH, learned=learned)[0, :, -1].flip(-1)
-                for q, k, learned, _ in exact_layers(name, model, window)
-            ]
-            for quantity, expected in attention_statistics(torch.stack(last)).items():
-                assert profile[length, quantity][number] == pytest.approx(expected.mean().item(), rel=1e-4, abs=1e-6)
-    assert {len(values) for values in profile.values()} == {3}
+            last = torch.cat(exact_logits(name, model, window))[:, :, -1].flip(-1)
+            for quantity, expected in attention_statistics(last).items():
+                found = profile[length, quantity]
+                assert len(found) == 3
+                assert found[number] == pytest.approx(expected.mean().item(), rel=1e-4, abs=1e-6)
     assert {length for length, quantity in profile if quantity == "entropy_10_100"} == {131}  # as far as contexts reach
 
 
@@ -65,25 +71,20 @@ def test_profile_equals_dense_attention(name):
 def test_scores_of_heads_equal_sums_over_pairs(name):
     model = make_random_gpt(name)
     tokens, _ = random_tokens(2 * SPAN + heads.GAP, batch=3)
-    previous = [(i, i - 1) for i in range(1, tokens.shape[1])]
-    induction = [(SPAN + heads.GAP + n, n + 1) for n in range(SPAN - 1)]  # from the second copy to the first
-    largest = [0, 0]
-    for q, k, learned, _ in exact_layers(name, model, tokens):
-        weights = reference.attention_logits(name, q, k, train_length=TRAIN_LENGTH, learned=learned).softmax(dim=-1)
-        for number, pairs in enumerate((previous, induction)):
-            of_heads = torch.stack([weights[:, :, i, j] for i, j in pairs]).mean(dim=(0, 1))
-            largest[number] = max(largest[number], of_heads.max().item())
-    assert heads.head_scores(model, tokens) == pytest.approx(largest, rel=1e-4)
+    i, n = torch.arange(1, tokens.shape[1]), torch.arange(SPAN - 1)
+    pairs = (i, i - 1), (SPAN + heads.GAP + n, n + 1)  # to the previous token, and from the second copy to the first
+    weights = torch.stack(exact_logits(name, model, tokens)).softmax(dim=-1)  # (layers, B, H, T, T)
+    means = [weights[..., query, key].mean(dim=(1, 3)) for query, key in pairs]
+    expected = [of_heads.max().item() for of_heads in means]
+    assert heads.head_scores(model, tokens) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow
 def test_heads_form_at_the_first_checkpoint_above_the_threshold(tmp_path, monkeypatch):
     path = train_tiny_run(tmp_path, "--method rope --save_every 1 --keep 9 --val_lengths 240")
     stored = read_run(path)
-    study = SimpleNamespace(
-        runs=[stored], finished=[(stored, stored)], device=torch.device("cpu"), figure_markdown=str,
-        figure_path=lambda: tmp_path / "heads",
-    )  # fmt: skip
+    study = SimpleNamespace(runs=[stored], finished=[(stored, stored)], device=torch.device("cpu"))
+    study.figure_markdown, study.figure_path = str, lambda: tmp_path / "heads"
     scores = iter([(0.1, 0.2), (0.4, 0.1), (0.2, 0.2), (0.5, 0.2)])  # of the checkpoints of steps 1, 2, 3 and 4
     monkeypatch.setattr(heads, "head_scores", lambda model, tokens: next(scores))
     monkeypatch.setattr(heads, "MILLION", 480)  # tokens a step
@@ -100,65 +101,41 @@ def test_scores_and_their_quantiles_equal_dense_scores(name):
     assert [*found] == [*itertools.product(range(LAYERS), forms)]
     for (layer, rotated), scores in found.items():
         np.testing.assert_allclose(scores, dense[rotated][layer], rtol=1e-4, atol=1e-5)
-    x = dense[False][0, 0]
+    x, shares = dense[False][0, 0].numpy(), (np.arange(13) + 0.5) / 13
     points = logits.qq_points(x, 13)
-    np.testing.assert_allclose(points["sample"], np.quantile(x, (np.arange(13) + 0.5) / 13))
-    standard = (torch.tensor(points["gaussian"], dtype=torch.float64) - x.mean()) / x.std()
-    np.testing.assert_allclose(torch.special.ndtr(standard), (np.arange(13) + 0.5) / 13)
+    np.testing.assert_allclose(points["sample"], np.quantile(x, shares))
+    np.testing.assert_allclose(scipy.stats.norm.cdf(points["gaussian"], x.mean(), x.std()), shares)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "infini" not in name])
 @pytest.mark.parametrize("length", [1, 150])
 def test_largest_logits_equal_dense_ones(name, length):
     model, (tokens, _) = make_random_gpt(name), random_tokens(length, batch=3)
-    expected = {
-        str(layer): reference.attention_logits(name, q, k, train_length=TRAIN_LENGTH, learned=learned).max().item()
-        for layer, (q, k, learned, _) in enumerate(exact_layers(name, model, tokens))
-    }
+    expected = {str(layer): x.max().item() for layer, x in enumerate(exact_logits(name, model, tokens))}
     assert max_logits(model, tokens, model.plan(length)) == pytest.approx(expected, rel=1e-4)
 
 
-def with_moments(method, q, k):
-    """Scale-invariant attention for scores that are N(mu, sigma^2), tau 10, without rotation."""
-    mu, sigma = method.score_change.mean.double(), method.score_change.log_deviation.double().exp()
-    mu, variance, i = mu[:, None, None], sigma[:, None, None] ** 2, torch.arange(q.shape[2], dtype=torch.float64)
-    a = torch.sqrt(1 + 2 / variance * torch.log(1 + (i[:, None] - i).clamp(min=0) / 10))
-    logits = a * (q @ k.mT / math.sqrt(q.shape[-1])) + (1 - a**2) * variance + (1 - a) * mu
-    return logits.masked_fill(i > i[:, None], -math.inf)
-
-
-def without_first(logits, q, k):  # with the name's base: RoPE
-    scores = reference.attention_logits("rope", q, k, train_length=TRAIN_LENGTH)
-    return torch.cat((scores[..., :1], logits[..., 1:]), dim=-1)
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("name, options", [
-    ("scale_invariant_p_rope", dict(learn_tau=True)), ("scale_invariant_nope", dict(learn_gain=True, tau_ratio=0.5)),
-    ("scale_invariant_p_rope+sink", {}), ("scale_invariant_nope", dict(learn_moments=True)),
-    ("scale_invariant_rope", dict(skip_first=True, tau=0.01)), ("rope+window", dict(window=5)), ("nope+forget", {}),
-    ("scale_invariant_p_rope+forget+window", dict(window=29)),
-], ids=str)  # fmt: skip
-def test_largest_logits_with_every_mechanism(name, options):
-    """One layer against the papers' formulas. A sink is no key, and forgetting never raises a logit."""
+@pytest.mark.parametrize("case", """scale_invariant_p_rope learn_tau=True | scale_invariant_p_rope+sink
+    | scale_invariant_nope learn_gain=True tau_ratio=0.5 | scale_invariant_nope learn_moments=True
+    | scale_invariant_rope skip_first=True tau=0.01 | rope+window window=5 | nope+forget
+    | scale_invariant_p_rope+forget+window window=29""".split("|"))
+def test_largest_logits_with_every_mechanism(case):
+    """One layer against the dense logits. A sink is no key, and forgetting never raises a logit."""
+    name, options = parse(case)
     model, (tokens, _) = make_random_gpt(name, num_layers=1, method_options=options), random_tokens(150, batch=3)
     method, (q, k, *_) = model.blocks[0].attention.method, next(exact_layers("nope", model, tokens))
-    if method.sink is not None:
+    if method.sink:
         method.sink.logit += 1000
-    known = {option: options[option] for option in options.keys() & {"learn_tau", "learn_gain", "tau_ratio", "tau"}}
-    learned = next((parameter.double() for parameter in method.parameters()), None)
-    plain = name.partition("+")[0], q, k
-    logits = first = reference.attention_logits(*plain, train_length=TRAIN_LENGTH, learned=learned, **known)
-    if "learn_moments" in options:
-        logits = with_moments(method, q, k)
-    if "skip_first" in options:
-        logits = without_first(logits, q, k)
-    if method.key_bias is not None:
-        logits = forgetting(method, logits, rms_norm(rms_norm(model.embedding.weight.double()[tokens])))
-    if method.window is not None:
-        logits = logits.masked_fill(torch.ones(150, 150).tril(-options["window"]).bool(), -math.inf)
+
+    def dense(*mechanisms):
+        return attention_logits(Method(name, method.shape, [*filter(None, mechanisms)]), q, k)
+
+    logits = dense(method.rotation, method.score_change, method.window)
+    if method.key_bias:
+        logits += forgetting(method, rms_norm(rms_norm(model.embedding.weight.double()[tokens])))
     expected = logits.max().item()
-    assert logits is first or abs(expected - first.max()) > 0.01  # otherwise the test would not see the change
+    assert abs(expected - dense(method.rotation).max()) > 0.01  # otherwise the test would not see a change
     for backend in ("auto", "blocks"):
         assert max_logits(model, tokens, model.plan(150, backend=backend)) == pytest.approx({"0": expected}, rel=1e-4)
 
@@ -177,7 +154,7 @@ def test_calibration_takes_the_moments_of_the_scores_that_the_calibrated_model_h
     model.load_state_dict(trained.state_dict(), strict=False)
     calibrate(model, tokens)
     scores = [found for _, rotated, found in layer_scores(model, tokens, 2**16) if rotated]
-    for block, found in zip(model.blocks, [torch.from_numpy(first), *scores[1:]], strict=True):
+    for block, found in zip(model.blocks, [first, *scores[1:]], strict=True):
         change = block.attention.method.score_change
         expected = torch.stack((found.mean(dim=1), found.std(dim=1)))
         moments = torch.stack((change.mean, change.log_deviation.exp())).double()
@@ -185,15 +162,14 @@ def test_calibration_takes_the_moments_of_the_scores_that_the_calibrated_model_h
 
 
 def test_too_many_pairs_are_sampled_uniformly_without_key_0_and_the_diagonal():
-    batch, length, draws = 2, 9, 100_000
-    b, i, j = score_pairs(batch, length, 30, seed=0)
-    assert len(b) == 30
-    pairs = torch.stack(score_pairs(batch, length, 55, seed=0), dim=1)  # 2 * 28 pairs: one too many
-    assert len(pairs) == 55
-    everything = set(zip(*(x.tolist() for x in score_pairs(batch, length, 56, seed=0))))
-    assert everything == {(b, i, j) for b in range(2) for i in range(9) for j in range(1, i)}
-    assert set(map(tuple, pairs.tolist())) <= everything
-    b, i, j = score_pairs(10 * batch, 100 * length, draws, seed=0)
+    everything = {(b, i, j) for b in range(2) for i in range(9) for j in range(1, i)}  # 2 * 28 pairs
+    for most in (30, 55, 56):
+        pairs = torch.stack(score_pairs(2, 9, most, seed=0), dim=1).tolist()
+        found = {*map(tuple, pairs)}
+        assert len(pairs) == most and found <= everything
+    assert found == everything
+    draws = 100_000
+    b, i, j = score_pairs(20, 900, draws, seed=0)
     assert len(b) == draws and ((1 <= j) & (j < i) & (i < 900)).all()
     # For uniform pairs 1 <= j < i <= n, the means are E[b] = 9.5, E[i] = 2 (n + 1) / 3 and E[j] = (n + 1) / 3.
     for x, mean in [(b, 9.5), (i, 600.0), (j, 300.0)]:
@@ -202,9 +178,8 @@ def test_too_many_pairs_are_sampled_uniformly_without_key_0_and_the_diagonal():
 
 def test_windows_lie_at_even_distances_over_the_text(tmp_path):
     stream = open_split(write_shards(tmp_path, val=np.arange(1000), vocab_size=1000), "val", 1000)
-    windows = logits.validation_windows(stream, 3, 200)
-    assert windows.dtype == torch.int64
-    assert torch.equal(windows, torch.tensor([[0], [333], [666]]) + torch.arange(200))
+    expected = torch.tensor([[0], [333], [666]]) + torch.arange(200)
+    assert torch.equal(logits.validation_windows(stream, 3, 200), expected)
     assert logits.validation_windows(stream, 5, 200).shape == (5, 200)
     with pytest.raises(ValueError, match="1000"):
         logits.validation_windows(stream, 6, 200)

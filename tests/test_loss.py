@@ -1,9 +1,12 @@
 """Cross-entropy of the head against log_softmax in float64: values, gradients, chunks, and the kernels alone."""
 
+import functools
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import CPU, assert_near, random
+from attention_cases import CPU, assert_near, cast, gradients, random
 from torch.profiler import profile
 from torch.testing import assert_close
 
@@ -24,37 +27,28 @@ def make(N, C, V, dtype=torch.float32, scale=1.0):
 
 def exact_losses(x, head, targets):
     """Return the losses in float64, and the float64 copies of x and head."""
-    x, head = (y.detach().double().requires_grad_() for y in (x, head))
-    log_p = (x @ head.T).log_softmax(dim=1)
-    return -log_p.gather(1, targets[:, None])[:, 0], (x, head)
+    x, head = cast([x, head], torch.float64)
+    return F.cross_entropy(x @ head.T, targets, reduction="none"), [x, head]
 
 
 def check(x, head, targets, tolerance=1e-5):
-    """Compare each token's loss, mean and weighted sum with the exact ones, and the gradients of both."""
-    exact, inputs = exact_losses(x, head, targets)
-    ours = token_losses(x, head, targets)
-    assert_near(ours, exact, tolerance)
-    weights = random(len(x), seed=9)
-    means = 0.3 * mean_loss(x, head, targets), 0.3 * exact.mean()
-    sums = (ours * weights.float()).sum(), (exact * weights).sum()
-    for found, true in (means, sums):
+    """Compare each token's loss and the mean with the exact ones, and the gradients of both."""
+    losses, inputs = exact_losses(x, head, targets)
+    means = 0.3 * mean_loss(x, head, targets), 0.3 * losses.mean()
+    for found, exact in ((token_losses(x, head, targets), losses), means):
         assert found.dtype == torch.float32
-        assert_near(found, true, tolerance)
-        truths = torch.autograd.grad(true, inputs, retain_graph=True)
-        for gradient, truth in zip(torch.autograd.grad(found, (x, head)), truths):
+        assert_near(found, exact, tolerance)
+        for gradient, truth in zip(gradients(found, [x, head]), gradients(exact, inputs)):
             assert (gradient - truth).norm() <= tolerance * truth.norm() + 1e-12
 
 
 @pytest.fixture
 def chunks(monkeypatch):
     """Let a chunk have 256 tokens or fewer. Return a function that changes this number."""
-
-    def chunks(most):
-        monkeypatch.setattr(loss, "CPU_ROWS", most)
-        monkeypatch.setattr(loss, "CPU_LOGITS", 1)
-
-    chunks(256)
-    return chunks
+    monkeypatch.setattr(loss, "CPU_LOGITS", 1)
+    change = functools.partial(monkeypatch.setattr, loss, "CPU_ROWS")
+    change(256)
+    return change
 
 
 @pytest.mark.parametrize("N", [1, 255, 256, 257, 700])
@@ -65,25 +59,25 @@ def test_losses_and_gradients(N, C, V, chunks):
 
 def test_transposed_and_contiguous_tensors():
     x, head, targets = make(300, 20, 50)
-    for tensor in (x.T.contiguous().T, x.contiguous()):
-        check(tensor.detach().requires_grad_(), head, targets.contiguous())
+    for tensor in cast([x.T.contiguous().T, x.contiguous()], torch.float32):
+        check(tensor, head, targets.contiguous())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("N", [200, 1000])
 def test_low_precision_is_as_near_as_autograd_through_float32_logits(dtype, N):
     x, head, targets = make(N, 64, 500, dtype, scale=0.3)
-    exact, inputs = exact_losses(x, head, targets)
-    truths = [exact.mean(), *torch.autograd.grad(exact.mean() * 1024, inputs)]
-    plain = F.cross_entropy((x @ head.to(dtype).T).float(), targets)
-    errors = []
-    for mean in (mean_loss(x, head, targets), plain):
-        found = [mean, *torch.autograd.grad(mean * 1024, (x, head))]  # as large as float16 wants them
-        assert [y.dtype for y in found] == [torch.float32, dtype, torch.float32]
-        relative = [(y - true).norm() / true.norm() for y, true in zip(found, truths)]
-        errors.append(torch.stack(relative))
-    ours, plain = errors
-    assert (ours <= 1.1 * plain + torch.tensor([1e-6, 0, 0])).all()
+    losses, inputs = exact_losses(x, head, targets)
+
+    def with_gradients(mean, inputs):
+        return [mean, *torch.autograd.grad(mean * 1024, inputs)]  # as large as float16 wants them
+
+    exact = with_gradients(losses.mean(), inputs)
+    ours = with_gradients(mean_loss(x, head, targets), (x, head))
+    plain = with_gradients(F.cross_entropy((x @ head.to(dtype).T).float(), targets), (x, head))
+    assert [y.dtype for y in ours] == [torch.float32, dtype, torch.float32]
+    for y, rough, true, more in zip(ours, plain, exact, (1e-6, 0, 0)):
+        assert (y - true).norm() <= 1.1 * (rough - true).norm() + more * true.norm()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -114,7 +108,7 @@ def test_two_calls_give_the_same_bits(count, threads):
 def test_chunks_are_equal_and_share_their_memory(most, sizes, chunks):
     chunks(most)
     x, head, _ = make(10, 3, 7)
-    logits = [logits for _, logits in loss.logits_in_chunks(x.detach(), head.detach())]
+    _, logits = zip(*loss.logits_in_chunks(x.detach(), head.detach()))
     assert [len(chunk) for chunk in logits] == [*map(int, sizes.split())]
     assert len({chunk.data_ptr() for chunk in logits}) == 1
 
@@ -125,12 +119,9 @@ def test_no_tensor_is_larger_than_a_chunk_and_no_matmul_is_done_twice(dtype, chu
     with profile(record_shapes=True) as operations:
         mean_loss(x, head, targets).backward()
         token_losses(x, head, targets)  # of a validation
-    sizes, names = [], []
-    for event in operations.events():
-        names.append(event.name)
-        sizes += [torch.Size(shape).numel() for shape in event.input_shapes if shape and type(shape[0]) is int]
-    assert max(sizes) == 250 * 90
-    assert names.count("aten::mm") + names.count("aten::addmm_") == 4 * 8
+    shapes = [shape for event in operations.events() for shape in event.input_shapes]
+    assert max(math.prod(shape) for shape in shapes if {int} == {*map(type, shape)}) == 250 * 90
+    assert sum(event.name in ("aten::mm", "aten::addmm_") for event in operations.events()) == 4 * 8
 
 
 @half_precision
@@ -149,9 +140,8 @@ def test_compiled_in_one_graph_it_is_the_same(function):
     results = []
     for run in (torch.compile(function, fullgraph=True, backend="aot_eager"), function):
         loss = run(*arguments)
-        gradients = torch.autograd.grad(loss, arguments[:2])
         with torch.no_grad():
-            results.append([loss, *gradients, run(*arguments)])
+            results.append([loss, *torch.autograd.grad(loss, arguments[:2]), run(*arguments)])
     assert_close(*results)
 
 
@@ -171,15 +161,14 @@ LOGITS += [(300, scale, shift) for scale in (1e-6, 4, 1e4) for shift in (0, 1e4,
 
 def check_kernel(kernel, logits, targets):
     """Losses to 1e-5, or 1e-5 of themselves; gradients to that or the rounding to their dtype."""
-    exact = logits.double().requires_grad_()
+    exact, rounding = logits.double().requires_grad_(), torch.finfo(logits.dtype).eps / 2
     expected = F.cross_entropy(exact, targets, reduction="none")
     (gradient,) = torch.autograd.grad(expected.sum(), exact)
-    for wanted in (True, False):
-        losses, output = kernel(logits.clone(), targets, wanted)
-        assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
-        if wanted:
-            rounding = torch.finfo(logits.dtype).eps / 2
-            assert_close(output.double(), gradient, rtol=1e-5 + rounding, atol=1e-7)
+    losses, _ = kernel(logits.clone(), targets, False)
+    with_gradient, output = kernel(logits.clone(), targets, True)
+    assert torch.equal(losses, with_gradient)
+    assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    assert_close(output.double(), gradient, rtol=1e-5 + rounding, atol=1e-7)
 
 
 @pytest.mark.parametrize("kernel, dtype", KERNELS)

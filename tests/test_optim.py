@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from attention_cases import random
 
 from optim import muon
 from optim.muon import Muon, shape_scale
@@ -14,17 +15,10 @@ SHAPES = "48x32 32x48 40x40 1x7 7x1 65x17 128x128 3x24x24 2x16x64 5x33x9"
 ONE_BATCH = "24x40 3x24x40 40x24"  # the compiled tests share shapes, which take seconds each to compile
 
 
-def random(shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def make_parameters(shapes):
     """Return a parameter of each shape, such as 24x40."""
-    params = []
-    for shape in shapes.split():
-        values = random([*map(int, shape.split("x"))], seed=len(params))
-        params.append(torch.nn.Parameter(values))
-    return params
+    sizes = [[*map(int, shape.split("x"))] for shape in shapes.split()]
+    return [torch.nn.Parameter(random(*size, seed=seed).float()) for seed, size in enumerate(sizes)]
 
 
 def train(optimizer, params, steps):
@@ -36,7 +30,7 @@ def train(optimizer, params, steps):
 
 def gradient(p, step):
     """Return a gradient as small as a real model's, so that the 1e-7 added to its norm counts."""
-    return 1e-4 * random(p.shape, seed=100 + step)
+    return 1e-4 * random(*p.shape, seed=100 + step).float()
 
 
 def reference_muon(p, steps):
@@ -80,15 +74,14 @@ def test_matrices_of_one_shape_up_to_transposition_share_a_batch(monkeypatch):
 @pytest.mark.parametrize("shape", ["64x64", "96x32", "32x96"])
 def test_singular_values_of_the_update_are_near_one(shape, dtype):
     (p,) = make_parameters(shape)
-    u, _, v = torch.linalg.svd(p.detach(), full_matrices=False)
-    rank = u.shape[1]
-    p.grad = 1e-3 * u @ torch.diag(torch.logspace(-1, 0, rank)) @ v
+    u, s, v = torch.linalg.svd(p.detach(), full_matrices=False)
+    p.grad = 1e-3 * u * torch.logspace(-1, 0, len(s)) @ v
     p.data.zero_()
     Muon([p], LR, dtype=dtype).step()
     update = -p.detach() / (LR * shape_scale(p))
     values = torch.linalg.svdvals(update)
     assert 0.65 < values.min() and values.max() < 1.25
-    assert torch.trace(u.T @ update @ v.T) > 0.65 * rank  # the singular vectors are the gradient's
+    assert torch.trace(u.T @ update @ v.T) > 0.65 * len(s)  # the singular vectors are the gradient's
 
 
 def test_compiled_step_does_not_recompile_when_the_learning_rate_changes():
@@ -101,26 +94,22 @@ def test_compiled_step_does_not_recompile_when_the_learning_rate_changes():
             train(optimizer, params, [1])
 
 
-@pytest.mark.parametrize("schedule, steps, ramps, step, factor", [
-    ("constant_linear", 4578, (0, 1308), 3271, 1307 / 1308),  # the paper's 162M
-    ("constant_linear", 4578, (0, 1308), 4578, 0),
-    ("constant_linear", 5, (0, 0), 4, 1),
-    ("cosine", 10_900, (0, 0), 2725, (1 + math.sqrt(0.5)) / 2),  # the paper's 304M
-    ("trapezoid", 300, (100, 100), 0, 0.01),  # the paper's needles
-    ("trapezoid", 300, (100, 100), 49, 0.5),
-    ("trapezoid", 300, (100, 100), 99, 1),
-    ("trapezoid", 300, (100, 100), 200, 1),
-    ("trapezoid", 300, (100, 100), 201, 0.99),
-    ("trapezoid", 300, (100, 100), 300, 0),
-    ("trapezoid", 5, (2, 3), 1, 1),
+@pytest.mark.parametrize("schedule, steps, warmup, cooldown, factors", [
+    ("constant_linear", 4578, 0, 1308, {3271: 1307 / 1308, 4578: 0}),  # the paper's 162M
+    ("constant_linear", 5, 0, 0, {4: 1}),
+    ("cosine", 10_900, 0, 0, {2725: (1 + math.sqrt(0.5)) / 2}),  # the paper's 304M
+    ("trapezoid", 300, 100, 100, {0: 0.01, 49: 0.5, 99: 1}),  # the paper's needles
+    ("trapezoid", 300, 100, 100, {200: 1, 201: 0.99, 300: 0}),
+    ("trapezoid", 5, 2, 3, {1: 1}),
 ])
-def test_lr_factor_at_points_computed_by_hand(schedule, steps, ramps, step, factor):
-    found = lr_factor(step, steps=steps, schedule=schedule, warmup_steps=ramps[0], cooldown_steps=ramps[1])
-    assert found == pytest.approx(factor, abs=1e-12)
+def test_lr_factor_at_points_computed_by_hand(schedule, steps, warmup, cooldown, factors):
+    ramps = dict(schedule=schedule, warmup_steps=warmup, cooldown_steps=cooldown)
+    for step, factor in factors.items():
+        assert lr_factor(step, steps=steps, **ramps) == pytest.approx(factor, abs=1e-12)
 
 
 def test_set_lr_of_a_float_reaches_every_group():
     first, second = make_parameters("3 3")
-    optimizer = torch.optim.Adam([{"params": [first]}, {"params": [second], "lr": 0.002}], lr=0.3)
+    optimizer = torch.optim.Adam([dict(params=first), dict(params=second, lr=0.002)], lr=0.3)
     set_lr(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]

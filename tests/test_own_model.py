@@ -6,7 +6,10 @@ import shutil
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
+from attention_cases import cast, gradients
 from commands import ROOT, python
+from torch.testing import assert_close
 
 PAGE = (ROOT / "docs" / "methods.md").read_text()
 SCORE_MOD, KERNEL, INTERFACE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -39,9 +42,11 @@ assert output.shape == (1, H, T, D) and (output - exact).abs().max() < 1e-5
 def tiny(family, **options):
     """The configuration of a small model with two query heads a key head."""
     transformers = pytest.importorskip("transformers", reason="an extra: pip install -r requirements-extras.txt")
-    sizes = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3)
-    return getattr(transformers, f"{family}Config")(**sizes, **heads, **options, pad_token_id=0, eos_token_id=None)
+    sizes = dict(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, pad_token_id=0, eos_token_id=None,
+    )
+    return getattr(transformers, f"{family}Config")(**sizes, **options)
 
 
 def build(config):
@@ -54,17 +59,15 @@ def build(config):
 def test_the_attention_interface_computes_the_formula():
     names = build(tiny("Llama"))
     attention = names["model"].model.layers[1].self_attn
-    q, k, v = (torch.randn(2, heads, 33, 8, requires_grad=True) for heads in (4, 2, 2))
+    inputs = [torch.randn(2, heads, 33, 8, requires_grad=True) for heads in (4, 2, 2)]
     mask = torch.full((33, 33), torch.finfo(torch.float32).min).triu(1)
-    output, _ = names["scale_invariant"](attention, q, k, v, mask, scaling=attention.scaling)
-    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    shared = [wide[0], *(x[:, [0, 0, 1, 1]] for x in wide[1:])]
-    exact = reference.attend("scale_invariant_nope", *shared, train_length=4096).transpose(1, 2)
-    torch.testing.assert_close(output.double(), exact, atol=1e-6, rtol=0)
-    dy = torch.randn(output.shape)
-    ours, expected = torch.autograd.grad(output, (q, k, v), dy), torch.autograd.grad(exact, wide, dy.double())
-    for one, other in zip(ours, expected):
-        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=0)
+    output, _ = names["scale_invariant"](attention, *inputs, mask, scaling=attention.scaling)
+    q, k, v = exact = cast(inputs, torch.float64)
+    shared = [q, *(x[:, [0, 0, 1, 1]] for x in (k, v))]
+    expected = reference.attend("scale_invariant_nope", *shared, train_length=4096).transpose(1, 2)
+    assert_close(output.double(), expected, atol=1e-6, rtol=0)
+    for ours, truth in zip(gradients(output, inputs), gradients(expected, exact)):
+        assert_close(ours.double(), truth, atol=1e-5, rtol=0)
 
 
 GEMMA = dict(sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=None)  # layers with a window and without
@@ -80,14 +83,14 @@ def test_the_attention_interface_runs_whole_models(family, options):
     model.eval()
     with torch.no_grad():
         logits = model(tokens).logits
-        decoded = [model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=x, output_logits=True,
-                                  return_dict_in_generate=True) for x in (False, True)]  # fmt: skip
-        assert torch.equal(decoded[0].sequences, decoded[1].sequences)
-        torch.testing.assert_close(torch.stack(decoded[0].logits), torch.stack(decoded[1].logits), atol=1e-4, rtol=0)
-        mask = torch.tensor([[0] * 3 + [1] * 11] * 2)
+        options = dict(max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        plain, cached = (model.generate(tokens, use_cache=use_cache, **options) for use_cache in (False, True))
+        assert torch.equal(plain.sequences, cached.sequences)
+        assert_close(plain.logits, cached.logits, atol=1e-4, rtol=0)
+        padded = F.pad(tokens, (3, 0))
+        mask = (padded > 0).long()
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        padded = torch.cat([torch.zeros(2, 3, dtype=torch.int64), tokens], dim=1)
         shown = model(padded, attention_mask=mask, position_ids=positions).logits[:, 3:]
-        torch.testing.assert_close(shown, logits, atol=1e-4, rtol=0)
+        assert_close(shown, logits, atol=1e-4, rtol=0)
         model.set_attn_implementation("eager")
         assert (model(tokens).logits - logits).abs().max() > 0.1

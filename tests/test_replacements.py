@@ -1,14 +1,25 @@
 """Replacements of softmax attention against float64 formulas written from their sources, one query after the other."""
 
+import functools
 import math
 
 import pytest
 import torch
-from attention_cases import attend
+import torch.nn.functional as F
+from attention_cases import (
+    are_finite,
+    assert_near,
+    assert_same_function,
+    attend,
+    cast,
+    gradients,
+    make_inputs,
+    random,
+    random_qkv,
+)
 from reference import alibi_slopes
 from test_gpt import make_random_gpt, random_tokens
-from test_methods import assert_near, cast, gradients, random, random_qkv
-from test_rivals import check_rounded, make, nape
+from test_rivals import by_rows, check_formula, make, nape, sigmoid
 
 from model import query_blocks
 from model.methods.base import Shape
@@ -27,59 +38,60 @@ def project(x, weight):
 def wall(method, q, k, v, x):
     """Tilde Research 2026: each channel of a product q.k is multiplied by the gates between key and query."""
     weight, bias = method.replacement.weight, method.replacement.bias.double()
-    f = 1 / (1 + torch.exp(-(project(x, weight.unflatten(0, bias.shape)) + bias[:, None])))  # (B, H, T, D)
-    rows = []
-    for i in range(q.shape[2]):
-        gates = torch.cat((f[:, :, 1 : i + 1], torch.ones_like(f[:, :, :1])), dim=2)
+    f = sigmoid(project(x, weight.unflatten(0, bias.shape)) + bias[:, None])  # (B, H, T, D)
+
+    def weights(i, t, S):
+        gates = F.pad(f[:, :, 1 : i + 1], (0, 0, 0, 1), value=1.0)
         decay = gates.flip(2).cumprod(dim=2).flip(2)  # of the keys 0 to i
-        logits = (q[:, :, i, None] * k[:, :, : i + 1] * decay).sum(-1) / q.shape[-1] ** 0.5
-        rows.append((logits.softmax(dim=-1)[..., None] * v[:, :, : i + 1]).sum(2))
-    return torch.stack(rows, dim=2)
+        products = q[:, :, i, None] * k[:, :, : i + 1] * decay
+        return (products.sum(-1) / q.shape[-1] ** 0.5).softmax(dim=-1)
+    return by_rows(weights, q, k, v)
 
 
 def softplus(method, q, k, v, x):
     """Gao et al. 2025, equations 4 and 5. The rows of their matrix O are 1, but the first three are 0."""
-    D, rows = q.shape[-1], []
-    for i in range(q.shape[2]):
-        n = i + 1
-        cosine = (q[:, :, i, None] * k[:, :, :n]).sum(-1) / D  # QK-norm gives q and k the norm sqrt(D)
+    D = q.shape[-1]
+
+    def weights(i, t, S):
+        n, cosine = i + 1, S / D**0.5  # QK-norm gives q and k the norm sqrt(D)
         A = torch.log(1 + torch.exp(math.log(D) * math.log(n) * cosine))
-        A = torch.clamp(A / A.sum(-1, keepdim=True) * n - (0 if i < 3 else 1), min=0) ** 15
-        rows.append((A[..., None] * v[:, :, :n]).sum(2) / A.sum(-1, keepdim=True))
-    return torch.stack(rows, dim=2)
+        A = n * A / A.sum(-1, keepdim=True)
+        A = torch.clamp(A - int(i > 2), min=0) ** 15
+        return A / A.sum(-1, keepdim=True)
+    return by_rows(weights, q, k, v)
 
 
 def path_bias(method, q, k, v, x):
     """Zhang et al. 2025, GRAPE-AP as in the authors' code: p_i and p_l, rotated as complex numbers, for each l."""
-    H, D = q.shape[1], q.shape[-1]
+    H = q.shape[1]
     p = project(x, method.replacement.weight.unflatten(0, (H, 8)))
     normalised = p / p.square().mean(-1, keepdim=True).sqrt()
     turn = torch.exp(-1j * torch.arange(q.shape[2], dtype=torch.float64))[:, None]
     rotated = torch.complex(*normalised.chunk(2, dim=-1)) * turn
     rotated = torch.cat((rotated.real, rotated.imag), dim=-1)
-    slope = alibi_slopes(H)[:, None]
-    rows = []
-    for i in range(q.shape[2]):
-        steps = slope * torch.log(1 / (1 + torch.exp(-(p[:, :, i, None] * rotated[:, :, : i + 1]).sum(-1) / 8)))
-        bias = torch.stack([steps[:, :, j + 1 :].sum(-1) for j in range(i + 1)], dim=-1)
-        logits = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) / D**0.5 + bias
-        rows.append((logits.softmax(dim=-1)[..., None] * v[:, :, : i + 1]).sum(2))
-    return torch.stack(rows, dim=2)
+
+    def weights(i, t, S):
+        products = (p[:, :, i, None] * rotated[:, :, : i + 1]).sum(-1)
+        steps = alibi_slopes(H)[:, None] * torch.log(sigmoid(products / 8))
+        sums = [steps[:, :, j + 1 :].sum(-1) for j in range(i + 1)]
+        return (S + torch.stack(sums, dim=-1)).softmax(dim=-1)
+    return by_rows(weights, q, k, v)
 
 
 def sorted_entmax(z):
     """Peters et al. 2019, algorithm 2: the threshold from mean and variance of the k largest of z / 2."""
-    ordered, k = (z / 2).sort(dim=-1, descending=True).values, torch.arange(1, z.shape[-1] + 1)
-    mean, squares = ordered.cumsum(-1) / k, ordered.square().cumsum(-1) / k
+    ordered = (z / 2).sort(dim=-1, descending=True).values
+    k = torch.arange(1, z.shape[-1] + 1)
+    mean = ordered.cumsum(-1) / k
+    squares = ordered.square().cumsum(-1) / k
     threshold = mean - ((1 - k * (squares - mean**2)) / k).clamp(min=1e-30).sqrt()
     last = (threshold <= ordered).sum(-1, keepdim=True) - 1
     return torch.clamp(z / 2 - threshold.gather(-1, last), min=0) ** 2
 
 
 def nape_entmax(method, q, k, v, x):
-    logits = nape(method, q, k, x)
-    rows = [sorted_entmax(logits[:, :, i, : i + 1])[..., None] * v[:, :, : i + 1] for i in range(q.shape[2])]
-    return torch.stack([row.sum(2) for row in rows], dim=2)
+    row = nape(method, q, k, x)
+    return by_rows(lambda i, t, S: sorted_entmax(row(i, t, S)), q, k, v)
 
 
 FORMULAS = {"wall": wall, "softplus": softplus, "grape_ap": path_bias, "nape_entmax": nape_entmax}
@@ -88,15 +100,8 @@ FORMULAS = {"wall": wall, "softplus": softplus, "grape_ap": path_bias, "nape_ent
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("batch, num_heads, head_dim, length", SHAPES)
 def test_a_replacement_computes_the_formula_of_its_source(name, batch, num_heads, head_dim, length):
-    """Values and gradients, with inputs rounded to bfloat16, and the last queries alone."""
-    method = make(name, num_heads, head_dim)
-    exact = [*random_qkv(num_heads, head_dim, length, batch), random(batch, length, num_heads * head_dim, seed=9)]
-    exact = [x.detach().bfloat16().double().requires_grad_() for x in exact]
-    expected = FORMULAS[name](method.double(), *exact)
-    truth = gradients(expected, [*exact, *method.parameters()])
-    for dtype, tolerance in [(torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 0.03)]:
-        method.to(torch.promote_types(dtype, torch.float32))
-        check_rounded(method, exact, expected, truth, dtype, tolerance)
+    tolerances = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.03}
+    check_formula(make(name, num_heads, head_dim), FORMULAS[name], length, batch, tolerances)
 
 
 @pytest.mark.slow
@@ -109,51 +114,53 @@ def test_a_compiled_block_does_not_unroll_the_loop_over_a_long_text(name, monkey
         operations.append(len(graph.graph.nodes))
         return graph.forward
 
-    (tokens, targets), plans = random_tokens(700, batch=1), model.plan(700, backend="blocks")
+    plan = model.plan(700, backend="blocks")
+    losses = functools.partial(model, *random_tokens(700, batch=1), plan=plan, per_token=True)
     with torch.inference_mode():
-        expected = model(tokens, targets, plan=plans, per_token=True)
+        expected = losses()
         for block in model.blocks:
             block.compile(dynamic=False, backend=count)
-        assert_near(model(tokens, targets, plan=plans, per_token=True), expected, 1e-5)
+        assert_near(losses(), expected, 1e-5)
     assert operations and max(operations) < 200
 
 
 @pytest.mark.parametrize("bias", [-40.0, 4.0])
 def test_wall_survives_gates_whose_products_underflow(bias):
-    method, exact = make("wall", 2, 8), random_qkv(2, 8, 150, batch=1)
+    method = make("wall")
     method.replacement.bias.data += bias * random(2, 8, seed=5).abs().float()
-    x = random(1, 150, 16, seed=6)
-    inputs = cast([*exact, x], torch.float32)
-    output = attend(method, *inputs[:3], x=inputs[3])
-    assert_near(output, wall(method, *exact, x), 1e-5)
-    parameters = list(method.parameters())
-    assert all(gradient.isfinite().all() for gradient in gradients(output, inputs + parameters))
+    inputs = make_inputs(method, 150, batch=1)
+    output = attend(method, *inputs)
+    assert_near(output, wall(method, *cast(inputs, torch.float64)), 1e-5)
+    assert are_finite(output, [*inputs, *method.parameters()])
 
 
 def test_wall_forgets_at_first_over_the_scaled_memory():
-    for scale, bias in [(1.0, 8.0), (1 / 16, 8 - math.log(16))]:  # the authors' bias, and one for shorter texts
+    for scale in (1, 1 / 16):  # the authors' bias is 8
         replacement = make_method("wall", Shape(2, 8, 64, scale)).replacement
         log_f = replacement.token_features(random(1, 5, 16, seed=1).float())
-        assert_near(log_f, torch.full((1, 2, 5, 8), -math.log1p(math.exp(-bias))), 1e-6)
+        expected = -math.log1p(math.exp(-8) / scale)
+        assert_near(log_f, torch.full((1, 2, 5, 8), expected), 1e-6)
 
 
 def test_softplus_survives_powers_that_overflow():
     """One key along the query and 1999 keys against it: n A is near 2000, and 2000^15 overflows float32."""
-    q, v = 8 * torch.nn.functional.normalize(random(1, 2, 1, 64, seed=1), dim=-1), random(1, 2, 2000, 64, seed=2)
+    q = 8 * F.normalize(random(1, 2, 1, 64, seed=1), dim=-1)
+    v = random(1, 2, 2000, 64, seed=2)
     k = -q.repeat(1, 1, 2000, 1)
     k[:, :, 700] *= -1
     inputs = cast([q, k, v], torch.float32)
     output = attend(make("softplus", 2, 64), *inputs)
     assert_near(output, v[:, :, 700:701], 1e-5)
-    assert all(gradient.isfinite().all() for gradient in gradients(output, inputs))
+    assert are_finite(output, inputs)
 
 
 def test_softplus_gives_no_weight_where_all_keys_score_alike():
-    q, k, v = cast([x.detach() for x in random_qkv(2, 16, 150, batch=1)], torch.float32)
+    q, k, v = cast(random_qkv(2, 16, 150, batch=1), torch.float32)
     output = attend(make("softplus", 2, 16), 0 * q, k, v)
-    assert_near(output[:, :, :3], torch.stack([v[:, :, :n].mean(2) for n in (1, 2, 3)], dim=2), 1e-5)
+    means = [v[:, :, :n].mean(2) for n in (1, 2, 3)]
+    assert_near(output[:, :, :3], torch.stack(means, dim=2), 1e-5)
     assert not output[:, :, 3:].any()
-    assert all(gradient.isfinite().all() for gradient in gradients(output, [q, k, v]))
+    assert are_finite(output, [q, k, v])
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 30.0])
@@ -162,7 +169,7 @@ def test_entmax_finds_its_threshold_among_many_keys(spread):
     z = (spread * random(3, 20_000, seed=1)).requires_grad_()
     weights, expected = entmax(z), sorted_entmax(z)
     assert_near(weights, expected, 1e-9)
-    assert_near(gradients(weights, [z])[0], gradients(expected, [z])[0], 1e-6)
+    assert_same_function(weights, [z], expected, gradients(expected, [z]), 1e-6)
     assert_near(entmax(z.float()), expected, 1e-5)
 
 

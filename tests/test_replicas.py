@@ -22,8 +22,8 @@ WORLDS = (2, 3, 4)
 def work(rank, world, trials, folder):
     """Return [ranks expected to differ, ranks found, kind of fault] by trial, and the result of newest_whole."""
     trainer, here = Trainer(rank, world), World(rank, world, torch.device("cpu"))
-    parameters = [*trainer.net.parameters()]
-    parameters[-1].data = parameters[-1].data.bfloat16()  # an unused one
+    *_, unused = parameters = [*trainer.net.parameters()]
+    unused.data = unused.data.bfloat16()
     optimizers = trainer.optimizers = Optimizers(groups(trainer.net), rank, world)
     trainer.train(range(3))
     rng, found = random.Random(5), []

@@ -3,9 +3,9 @@
 Every world size trains the same parameters. The ranks share work and state. The bytes that each rank sends are counted.
 """
 
-import collections
 import functools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ from optim.sharded import Group, Optimizers
 SLOW_FIXTURES = ("ranks",)
 
 STEPS = 6
-EXACT = dict(rtol=0, atol=0)
-NEAR = dict(rtol=1e-5, atol=1e-5)
+assert_same = functools.partial(assert_close, rtol=0, atol=0)
+assert_near = functools.partial(assert_close, rtol=1e-5, atol=1e-5)
 
 
 class Net(nn.Module):
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
     def forward(self, tokens, targets):
         x = self.embedding[tokens]
-        for matrix in (*self.banks[0], *self.banks[1], *self.projections, self.projections[0]):
+        for matrix in (*torch.cat([*self.banks]), *self.projections, self.projections[0]):
             x = x + torch.tanh(F.linear(x, matrix))
         x = x + F.linear(F.linear(x, self.up).relu().square(), self.down)
         for scale in self.scales[:3]:
@@ -82,10 +82,10 @@ class Trainer:
         """
         numbers = []
         for step in steps:
-            tokens, targets = batch(step).chunk(self.world, dim=1)[self.rank]
             loss = torch.tensor(torch.nan if bad == (step, self.rank) else 0.0)
-            for i in range(2):
-                part = self.net(tokens.chunk(2)[i], targets.chunk(2)[i]) / (2 * self.world)
+            mine = batch(step).chunk(self.world, dim=1)[self.rank]
+            for tokens, targets in mine.chunk(2, dim=1):
+                part = self.net(tokens, targets) / (2 * self.world)
                 part.backward()
                 loss += part.detach()
             loss, norm = self.optimizers.reduce(loss)
@@ -99,22 +99,16 @@ class Trainer:
         return tree_map(lambda x: x.detach().clone(), state)
 
     def count_bytes(self):
-        """Return the bytes that this rank hands to each collective in a step."""
-        sent = collections.Counter()
-
-        def counted(name, function, argument):
-            def call(*args, **kwargs):
-                sent[name] += args[argument].nbytes
-                return function(*args, **kwargs)
-
-            return call
-
-        with pytest.MonkeyPatch.context() as patch:
-            collectives = [(dist, "all_to_all_single", 1), (sharded, "all_gather", 1), (dist, "all_reduce", 0)]
-            for module, name, argument in collectives:
-                patch.setattr(module, name, counted(name, getattr(module, name), argument))
+        """Return the bytes that this rank hands in a step to all-to-all, all-gather and all-reduce."""
+        with (
+            mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as to_all,
+            mock.patch.object(sharded, "all_gather", wraps=sharded.all_gather) as gather,
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
+        ):
             self.train([STEPS])
-        return dict(sent)
+        sent = [[call.args[1] for call in spy.mock_calls] for spy in (to_all, gather)]
+        sent.append([call.args[0] for call in reduce.mock_calls])
+        return [sum(tensor.nbytes for tensor in tensors) for tensors in sent]
 
 
 def batch(step):
@@ -129,8 +123,7 @@ def train_and_measure(rank, world, folder=None):
     buckets = trainer.optimizers.buckets.items()
     results["shards"] = {name: sorted(tuple(bucket.shard.shape) for bucket in group) for name, group in buckets}
     results["bytes"] = sum(bucket.shard.nbytes for bucket in trainer.optimizers.all_buckets())
-    results["sent"] = trainer.count_bytes()
-    results["before"] = trainer.state()
+    results |= {"sent": trainer.count_bytes(), "before": trainer.state()}
     results |= {"bad": trainer.train(range(2), bad=(0, 1)), "after": trainer.state()}
     if world == 2:  # three ranks have made their checkpoint before
         saved = torch.load(folder / "3.0.pt")["checkpoint"]
@@ -160,22 +153,23 @@ def test_one_process_is_the_plain_optimizers(alone):
     net = Net()
     optimizers = {name: group.make(group.params) for name, group in groups(net).items()}
     for step in range(STEPS):
-        for tokens, targets in zip(*(part.chunk(2) for part in batch(step))):
+        for tokens, targets in batch(step).chunk(2, dim=1):
             (net(tokens, targets) / 2).backward()
         for name, optimizer in optimizers.items():
             lr = groups(net)[name].peak_lr * (1 - step / 10)
             optimizer.param_groups[0]["lr"] = torch.tensor(lr) if name == "matrices" else lr
             optimizer.step()
             optimizer.zero_grad()
-    assert_close(dict(net.named_parameters()), alone["end"]["net"], **EXACT)
+    assert_same(dict(net.named_parameters()), alone["end"]["net"])
 
 
 def test_several_processes_train_as_one_and_end_with_the_same_bits(results, alone):
     # The order of float32 sums differs. Newton-Schulz multiplies the rounding of small singular values by up to 485.
-    assert_close([results[0]["first"], results[0]["last"]], [alone["first"], alone["last"]], **NEAR)
+    for part in ("first", "last"):
+        assert_near(results[0][part], alone[part])
     assert_close(results[0]["end"]["net"], alone["end"]["net"], rtol=0, atol=2e-4)
     for rank in results:
-        assert_close(rank["end"]["net"], results[0]["end"]["net"], **EXACT)
+        assert_same(rank["end"]["net"], results[0]["end"]["net"])
 
 
 def test_each_rank_has_its_share_and_sends_the_bytes_of_zero_2(results):
@@ -189,13 +183,13 @@ def test_each_rank_has_its_share_and_sends_the_bytes_of_zero_2(results):
             scalars=[(scalars,)],
         )
         gathered = rank["bytes"]
-        assert rank["sent"] == dict(all_to_all_single=gathered * world, all_gather=gathered, all_reduce=8)
+        assert rank["sent"] == [gathered * world, gathered, 8]
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_changes_nothing_on_any_then_or_later(results):
     for rank in results:
         assert rank["bad"][0].isnan().any() and rank["bad"][1].isfinite().all()
-        assert_close(rank["before"], rank["after"], **EXACT)
+        assert_same(rank["before"], rank["after"])
 
 
 def test_checkpoint_equals_the_checkpoint_of_one_process(results, alone):
@@ -203,10 +197,9 @@ def test_checkpoint_equals_the_checkpoint_of_one_process(results, alone):
 
 
 def test_checkpoint_of_three_processes_resumes_on_two_and_on_one(ranks, alone):
-    resumed = [rank["resumed"] for rank in ranks[2]]
-    resumed.append(Trainer(saved=ranks[3][0]["checkpoint"]).train(range(3, STEPS)))
-    for numbers in resumed:
-        assert_close(numbers, alone["last"], **NEAR)
+    alone_again = Trainer(saved=ranks[3][0]["checkpoint"]).train(range(3, STEPS))
+    for numbers in (alone_again, *(rank["resumed"] for rank in ranks[2])):
+        assert_near(numbers, alone["last"])
 
 
 def test_the_norm_of_bfloat16_gradients_is_a_float32_number():
@@ -219,5 +212,5 @@ def test_the_norm_of_bfloat16_gradients_is_a_float32_number():
 
 def test_resumed_on_one_process_bit_for_bit(alone):
     trainer = Trainer(saved=alone["checkpoint"])
-    assert_close(trainer.train(range(3, STEPS)), alone["last"], **EXACT)
-    assert_close(trainer.state(), alone["end"], **EXACT)
+    assert_same(trainer.train(range(3, STEPS)), alone["last"])
+    assert_same(trainer.state(), alone["end"])

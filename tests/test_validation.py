@@ -15,7 +15,6 @@ ALL = dict.fromkeys((4096, 16_384, 65_536), FULL)
 MATRICES = 12 * 768**2 * 12 + 768 * 50304
 FORWARD = {T: 2 * MATRICES + 2 * 768 * (T + 1) * 12 for T in ALL}  # FLOPs a token
 PAPER = preset("gpt_162m_4k")
-FAST = dataclasses.replace(PAPER, val_profile="fast")
 changed = partial(dataclasses.replace, PAPER)
 
 
@@ -30,8 +29,8 @@ def test_the_paper_validates_at_all_lengths_in_full_every_125_steps():
 
 
 def test_fast_validates_the_other_lengths_on_a_quarter_every_500_steps():
-    expected = {step: {16_384: FULL} for step in range(0, 4578, 125)}
-    expected |= {step: {4096: FULL // 4, 16_384: FULL, 65_536: FULL // 4} for step in range(0, 4578, 500)}
+    often, seldom = {16_384: FULL}, {4096: FULL // 4, 16_384: FULL, 65_536: FULL // 4}
+    expected = dict.fromkeys(range(0, 4578, 125), often) | dict.fromkeys(range(0, 4578, 500), seldom)
     assert plans(dataclasses.replace(preset("gpt_162m_16k"), val_profile="fast")) == expected | {4578: ALL}
 
 
@@ -42,7 +41,7 @@ def test_without_val_every_all_profiles_validate_at_the_end_only(profile):
 
 def test_light_validates_short_lengths_and_gaps_on_a_sixteenth():
     config = changed(train_length=512, batch_tokens=512, val_profile="light", val_copy_gaps=(256, 1024, 1025))
-    light = dict.fromkeys((4096,), FULL // 16)
+    light = {4096: FULL // 16}
     assert plans(config) == dict.fromkeys(range(0, 4578, 125), light) | {4578: ALL}
     assert validation_gaps(config, light, last=False) == [256, 1024]  # at most twice the training length
     assert validation_gaps(config, ALL, last=True) == [256, 1024, 1025]
@@ -62,11 +61,11 @@ def test_share_of_the_training_flops():
     """Forward, a token costs 2 (12 d^2 L + d V) + 2 d (T + 1) L: 1.455 GFLOP at 64k."""
     assert FORWARD[65_536] == pytest.approx(1.4551e9, rel=1e-4)
     training = 4578 * 524_288 * 3 * FORWARD[4096]
-    assert validation_share(PAPER) == pytest.approx(38 * FULL * sum(FORWARD.values()) / training, rel=1e-12)
-    assert validation_share(PAPER) == pytest.approx(0.399, abs=5e-4)
+    share = 38 * FULL * sum(FORWARD.values()) / training
+    assert validation_share(PAPER) == pytest.approx(share, rel=1e-12) and share == pytest.approx(0.399, abs=5e-4)
     others = FORWARD[16_384] + FORWARD[65_536]
     expected = (38 * FORWARD[4096] + (10 / 4 + 1) * others) * FULL / training
-    assert validation_share(FAST) == pytest.approx(expected, rel=1e-12)
+    assert validation_share(changed(val_profile="fast")) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_share_counts_other_methods_beyond_the_training_length():
@@ -86,9 +85,9 @@ def test_flops_of_windows_and_gates(length):
     """Windows cost as many FLOPs as pairs that are seen, counted one by one. Gates cost a matrix product."""
     full = preset("mini")
     windowed = dataclasses.replace(full, num_layers=5, method="rope+window,rope", method_options=dict(window=32))
-    pairs = [i - j for i in range(length) for j in range(i + 1)]
-    near = sum(distance < 32 for distance in pairs)
-    expected = 4 * full.model_dim * (3 * near + 2 * len(pairs)) // length
+    distances = [i - j for i in range(length) for j in range(i + 1)]
+    near = sum(distance < 32 for distance in distances)
+    expected = 4 * full.model_dim * (3 * near + 2 * len(distances)) // length
     assert attention_flops_per_token(windowed, length) == expected
     gated = dataclasses.replace(full, method="p_rope+gate")
     more = forward_flops_per_token(gated, length) - forward_flops_per_token(full, length)
