@@ -90,15 +90,15 @@ def measure(checkout: Path, cases: list[str]) -> tuple[dict, dict]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", type=Path), parser.add_argument("new", type=Path)
+    parser.add_argument("checkouts", type=Path, nargs=2, metavar=("OLD", "NEW"))
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as text:
-        subprocess.run([sys.executable, "-c", TEXT, text], cwd=args.old, check=True)
+        subprocess.run([sys.executable, "-c", TEXT, text], cwd=args.checkouts[0], check=True)
         more = f"{SMALL} --data_dir {text} --compile {'on' if args.compile else 'off'}"
         # Fields of the case come last, so they replace the small ones.
-        cases = [" ".join([case.partition(" ")[0], more, case.partition(" ")[2]]) for case in CASES]
-        old, new = (measure(checkout, cases) for checkout in (args.old, args.new))
+        cases = [" ".join([preset, more, *fields]) for preset, *fields in map(str.split, CASES)]
+        old, new = (measure(checkout, cases) for checkout in args.checkouts)
     different = [key for key, stored in old[0].items() if new[0].get(key) != stored]
     for case, records in old[1].items():
         # Fields that only the new checkout records are no difference.

@@ -26,10 +26,6 @@ class Handler(Answers):
             self.answer({})
             self.server.lost.set()
 
-    def do_PUT(self):  # a file of a run
-        self.content()
-        self.answer({})
-
     def do_POST(self):
         content = json.loads(self.content() or "{}")
         if self.path == "/graphql":
@@ -41,16 +37,12 @@ class Handler(Answers):
 
     def data(self, query, variables):
         project = dict(id="1", name="p", entity=dict(id="1", name="e"))
-        counts = dict.fromkeys(("historyLineCount", "logLineCount", "eventsLineCount"), 0)
-        bucket = dict(id="1", name=variables.get("name") or "n", displayName="n", config="{}", project=project) | counts
-        url = f"http://127.0.0.1:{self.server.server_port}/upload"
-        files = [dict(name=name, uploadUrl=f"{url}/{name}") for name in variables.get("files", [])]
-        user = dict(id="1", entity="e", username="u", email="u@e", admin=False, flags="{}", teams=dict(edges=[]))
+        bucket = dict(id="1", name=variables.get("name") or "n", displayName="n", config="{}", project=project)
         return dict(
             upsertBucket=dict(bucket=bucket, inserted=True),
-            createRunFiles=dict(runID="1", uploadHeaders=[], files=files),
-            viewer=user,
-            serverInfo=dict(features=[], cliVersionInfo=dict(max_cli_version="99.0.0"), latestLocalVersionInfo=None),
+            createRunFiles=dict(runID="1", uploadHeaders=[], files=[]),
+            viewer=dict(id="1", entity="e", username="u"),
+            serverInfo=dict(features=[]),
             model=dict(bucket=None),
         )
 
