@@ -52,16 +52,11 @@ def test_a_step_divides_among_processes(name, processes):
 
 # ---- the paper: appendix "Further experimental details" ----
 
-PAPER = dict(
-    vocab_size=50304, num_layers=12, num_heads=6, model_dim=768, method_options={}, position_scale=1,
-    steps=4578, batch_tokens=8 * 65536,
-    muon_lr=0.02, muon_momentum=0.95, embedding_lr=0.3, head_lr=0.002, scalar_lr=0.002, adam_betas=(0.9, 0.95),
-    val_lengths=(4096, 16384, 65536), val_tokens=10_485_760, val_every=125,
-)
-PAPER_304M = PAPER | dict(
-    num_layers=16, num_heads=8, model_dim=1024,
-    steps=10_900, batch_tokens=224 * 4096, muon_lr=0.015, val_every=250,
-)
+PAPER = f"""--vocab_size 50304 --num_layers 12 --num_heads 6 --model_dim 768 --position_scale 1
+    --steps 4578 --batch_tokens {8 * 65536} --val_lengths 4096 16384 65536 --val_tokens 10485760 --val_every 125
+    --muon_lr 0.02 --muon_momentum 0.95 --embedding_lr 0.3 --head_lr 0.002 --scalar_lr 0.002 --adam_betas 0.9 0.95 """
+PAPER_304M = PAPER + f"""--num_layers 16 --num_heads 8 --model_dim 1024
+    --steps 10900 --batch_tokens {224 * 4096} --muon_lr 0.015 --val_every 250"""
 
 
 @pytest.mark.parametrize("name, train_length, tokens, paper, steps, factors", [
@@ -72,8 +67,9 @@ PAPER_304M = PAPER | dict(
 ])
 def test_the_presets_are_the_papers(name, train_length, tokens, paper, steps, factors):
     c = preset(name)
-    assert c == dataclasses.replace(c, train_length=train_length, **paper | {"muon_lr": c.muon_lr})
-    assert c.muon_lr == pytest.approx(paper["muon_lr"])
+    papers = read_run(f"{name} --train_length {train_length} {paper}".split())
+    assert c == dataclasses.replace(papers, name=c.name, muon_lr=c.muon_lr) and c.method_options == {}
+    assert c.muon_lr == pytest.approx(papers.muon_lr)
     assert c.steps * c.batch_tokens == pytest.approx(tokens, rel=1e-3)
     schedule = dict(steps=c.steps, schedule=c.schedule, warmup_steps=c.warmup_steps, cooldown_steps=c.cooldown_steps)
     assert [lr_factor(step, **schedule) for step in steps] == pytest.approx(factors)

@@ -30,6 +30,7 @@ from lives import holding
 from test_text import make_documents, write_lines
 from test_train import assert_same_numbers, newest, newest_state
 
+from configs.command_line import read_fields
 from configs.runs import Run
 from data.text import prepare
 from runtime.run_folder import RunFolder
@@ -41,11 +42,9 @@ from scripts.sweep.cluster import Job
 
 SLOW_FIXTURES = ("finished",)
 
-SMALL = dict(
-    vocab_size=512, num_layers=1, num_heads=2, model_dim=32, train_length=240, batch_tokens=480, micro_batch_tokens=960,
-    steps=12, cooldown_steps=4, val_lengths=(240,), val_tokens=480, val_every=0, save_every=5,
-    val_copy_gaps=(), compile="off", device="cpu", dtype="float32",
-)
+SMALL = "--vocab_size 512 --num_layers 1 --num_heads 2 --model_dim 32 --train_length 240 --batch_tokens 480 "
+SMALL += "--micro_batch_tokens 960 --steps 12 --cooldown_steps 4 --val_lengths 240 --val_tokens 480 --val_every 0 "
+SMALL += "--save_every 5 --val_copy_gaps --compile off --device cpu --dtype float32"
 TUNING = dict(haystack="shards", steps=20, sequences=4, examples=2, curriculum=0)
 
 
@@ -60,13 +59,10 @@ def data(tmp_path_factory):
     return folder / "shards"
 
 
-def options(data, runs, methods="rope", sweep="table_losses", needle=TUNING, **fields):
-    argv = f"{sweep} --scale small --jobs 1 --runs-dir {runs} --methods {methods} --seeds 0".split()
-    for field, value in (SMALL | dict(data_dir=data) | fields).items():
-        argv += [f"--{field}", *map(str, value if isinstance(value, tuple) else [value])]
-    if sweep != "table_losses":
-        argv += ["--needle", *(f"{key}={value}" for key, value in needle.items())]
-    return argv
+def options(data, runs, methods="rope", sweep="table_losses", needle=TUNING, more=""):
+    argv = f"{sweep} --scale small --jobs 1 --runs-dir {runs} --methods {methods} --seeds 0 --data_dir {data}"
+    settings = [f"{key}={value}" for key, value in needle.items()]
+    return [*f"{argv} {SMALL} {more}".split(), *([] if sweep == "table_losses" else ["--needle", *settings])]
 
 
 def tuning(*arguments, **fields):
@@ -99,8 +95,8 @@ def dry_run(capsys, argv):
     return {method: (state, reason) for method, state, reason in rows}
 
 
-def run(method="rope", seed=0, **fields):
-    return sweep("table_losses", "small", [seed], [method], SMALL | fields)[0]
+def run(method="rope", more=""):
+    return sweep("table_losses", "small", [0], [method], read_fields(f"{SMALL} {more}".split()))[0]
 
 
 def trainer(folder):
@@ -177,9 +173,9 @@ def test_a_killed_run_of_a_stopped_sweep_ends_like_an_undisturbed_one(data, fini
 @pytest.mark.slow
 def test_two_processes_a_run(data, tmp_path, capsys):
     argv = ["--gpus-per-run", 2, "--retries", 0]
-    assert here(*options(data, tmp_path, steps=5), *argv) == 0
-    assert "2 x CPU" in (tmp_path / run(steps=5).name / "log.txt").read_text()
-    assert here(*options(data, tmp_path, train_length=480), *argv) == 1  # one sequence for two
+    assert here(*options(data, tmp_path, more="--steps 5"), *argv) == 0
+    assert "2 x CPU" in (tmp_path / run(more="--steps 5").name / "log.txt").read_text()
+    assert here(*options(data, tmp_path, more="--train_length 480"), *argv) == 1  # one sequence for two
     assert " failed " in capsys.readouterr().out
 
 
@@ -227,7 +223,7 @@ def test_outcomes_by_exit_code(tmp_path, code, marks, outcome):
 def test_a_dry_run_tells_the_states_apart_and_starts_nothing(copied, data, capsys):
     interrupted, running, other, failed = (run(m).name for m in ("alibi", "p_rope", "logn_p_rope", "nope"))
     (copied / interrupted / "summary.json").unlink()
-    for name, config in {running: run("p_rope"), other: run("logn_p_rope", muon_lr=0.1)}.items():
+    for name, config in {running: run("p_rope"), other: run("logn_p_rope", "--muon_lr 0.1")}.items():
         (copied / name / "checkpoints").mkdir(parents=True)
         (copied / name / "config.json").write_text(json.dumps(vars(config.config)))
     sidecar(copied / failed, ".failures.txt").write_text("2026-01-01T00:00:00 exit code 1: boom\n")
@@ -297,7 +293,7 @@ def test_a_preempted_job_is_queued_again_and_resumes(data, finished, tmp_path, m
     """submitit's local executor takes Slurm's place."""
     import submitit
 
-    wish = run(data_dir=str(data), runs_dir=str(tmp_path), resume="auto")
+    wish = run(more=f"--data_dir {data} --runs_dir {tmp_path} --resume auto")
     site = write_files(tmp_path / "site", {"empty": ""})
     monkeypatch.setenv(*holding(site).popitem())
     executor = submitit.AutoExecutor(tmp_path / "submitit" / "%j", cluster="local")
