@@ -15,10 +15,7 @@ TEXT = np.random.default_rng(5).zipf(1.3, 60_000).clip(max=999).astype(np.uint16
 
 def segment_length(row):
     """Return the length of the shortest segment of 8 tokens to half a row that the row repeats, or None."""
-    for n in range(8, len(row) // 2 + 1):
-        if np.array_equal(row[n:], row[:-n]):
-            return n
-    return None
+    return next((n for n in range(8, len(row) // 2 + 1) if np.array_equal(row[n:], row[:-n])), None)
 
 
 def place(tokens):

@@ -134,7 +134,7 @@ def test_a_killed_download_leaves_no_bad_shard_and_goes_on(hub, out, faults):
         stalled.set()
         released.wait(600)
 
-    command = [sys.executable, "-m", "data.download", "fineweb10B", "--shards", "1", "--out", str(out)]
+    command = [sys.executable, *f"-m data.download fineweb10B --shards 1 --out {out}".split()]
     hub.fault, hub.faults = stall_in_the_body, 1
     with faults("killed in the body"):
         with subprocess.Popen(command, cwd=ROOT, env=os.environ | hub.environment) as process:
@@ -171,9 +171,8 @@ def test_the_presets_get_as_many_shards_as_they_read(name):
     config = preset(name)
     command, out = data_command(config.data_dir, config.steps * config.batch_tokens).split(" --out ")
     assert out == config.data_dir and "FILES" not in command
-    shards = {"gpt_162m_4k": 25, "gpt_304m_4k": 101}
-    if name in shards:
-        assert command.endswith(f" --shards {shards[name]}") and command in (ROOT / "docs" / "train.md").read_text()
+    if shards := dict(gpt_162m_4k=25, gpt_304m_4k=101).get(name):
+        assert command.endswith(f" --shards {shards}") and command in (ROOT / "docs/train.md").read_text()
 
 
 def test_c4_is_fetched_once(hub, tmp_path):
@@ -187,8 +186,8 @@ def test_c4_is_fetched_once(hub, tmp_path):
 def test_tokenizers_come_from_the_hub(hub, tmp_path, out):
     write_files(tmp_path, {"text.txt": "one line\nof many\n" * 50})
     prepare([tmp_path / "text.txt"], out, "bpe:300")
-    hub.served["/me/model/resolve/main/tokenizer.json"] = (out / "tokenizer.json").read_bytes()
-    hub.served["/me/model/resolve/main/tokenizer_config.json"] = b"{}"
+    for name, content in {"tokenizer": (out / "tokenizer.json").read_bytes(), "tokenizer_config": b"{}"}.items():
+        hub.served[f"/me/model/resolve/main/{name}.json"] = content
     assert load_tokenizer("me/model").encode("many lines") == load_tokenizer(out).encode("many lines")
     with refuses("me/gone", error=OSError):
         load_tokenizer("me/gone")

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import yaml
 from commands import exit_code, fails, read_json, refuses, succeeds, write_files
 from test_decoding import CASES, full_logits, make_model
 from test_gpt import random_tokens
@@ -214,6 +215,27 @@ def test_push_uploads_the_exported_files(run, exported, tmp_path, monkeypatch):
 
 QUESTIONS = ["abc def", "hg", "aaa bbb ccc ddd" * 30, "f e d c"]  # the third is longer than the training's texts
 CHOICES = [" ab", " hgfe"]
+TASKS = """
+- task: choice
+  dataset_path: json
+  dataset_kwargs: {data_files: {test: DOCS}}
+  test_split: test
+  doc_to_text: "{{question}}"
+  output_type: multiple_choice
+  doc_to_choice: "{{choices}}"
+  doc_to_target: 0
+  target_delimiter: ""
+  metric_list: [{metric: acc}]
+- task: words
+  dataset_path: json
+  dataset_kwargs: {data_files: {test: DOCS}}
+  test_split: test
+  doc_to_text: "{{question}}"
+  output_type: generate_until
+  doc_to_target: "{{answer}}"
+  metric_list: [{metric: exact_match}]
+  generation_kwargs: {until: [zzz], max_gen_toks: 8, do_sample: false}
+"""
 
 
 @pytest.mark.slow
@@ -239,20 +261,9 @@ def test_scores_of_the_evaluation_harness_equal_our_model(run, exported, tmp_pat
 
     # 2. Two tasks of the harness.
     path = write_files(tmp_path, {"docs.jsonl": "\n".join(docs)}) / "docs.jsonl"
-    common = dict(
-        dataset_path="json", dataset_kwargs=dict(data_files=dict(test=str(path))), test_split="test",
-        doc_to_text="{{question}}",
-    )
-    choice = common | dict(
-        task="choice", output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target=0, target_delimiter="",
-    )
-    words = common | dict(
-        task="words", output_type="generate_until", doc_to_target="{{answer}}",
-        metric_list=[dict(metric="exact_match")],
-        generation_kwargs=dict(until=["zzz"], max_gen_toks=8, do_sample=False),
-    )
+    tasks = yaml.safe_load(TASKS.replace("DOCS", str(path)))
     arguments = f"pretrained={exported},trust_remote_code=True"
-    found = lm_eval.simple_evaluate("hf", model_args=arguments, tasks=[choice, words], batch_size=1, device="cpu")
+    found = lm_eval.simple_evaluate("hf", model_args=arguments, tasks=tasks, batch_size=1, device="cpu")
     samples = sorted(found["samples"]["choice"], key=lambda sample: sample["doc_id"])
     responses = [response[0] for sample in samples for response in sample["filtered_resps"]]
     assert responses == pytest.approx(log_p, abs=1e-4)
