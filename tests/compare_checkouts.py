@@ -102,8 +102,9 @@ def main():
     different = [key for key, stored in old[0].items() if new[0].get(key) != stored]
     for case, records in old[1].items():
         # Fields that only the new checkout records are no difference.
-        shared = [{key: record.get(key) for key in before} for before, record in zip(records, new[1][case])]
-        if shared != records or len(records) != len(new[1][case]):
+        again = new[1][case]
+        shared = [{key: found.get(key) for key in record} for record, found in zip(records, again)]
+        if shared != records or len(records) != len(again):
             different.append(case)
     print(f"{len(old[0])} hashes of stored runs, {len(old[1])} runs of four steps; {len(different)} differ")
     for key in different:

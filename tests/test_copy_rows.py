@@ -15,7 +15,8 @@ TEXT = np.random.default_rng(5).zipf(1.3, 60_000).clip(max=999).astype(np.uint16
 
 def segment_length(row):
     """Return the length of the shortest segment of 8 tokens to half a row that the row repeats, or None."""
-    return next((n for n in range(8, len(row) // 2 + 1) if np.array_equal(row[n:], row[:-n])), None)
+    lengths = range(8, len(row) // 2 + 1)
+    return next((n for n in lengths if np.array_equal(row[n:], row[:-n])), None)
 
 
 def place(tokens):
@@ -26,7 +27,8 @@ def place(tokens):
 @pytest.fixture(scope="module")
 def found():
     """Return the copy rows, their segments' lengths, and the other rows: 400 rows of 64 tokens, then rows of 256."""
-    found = [(row, segment_length(row)) for row in rows(TEXT, 0.5, [(64, 64 * 400), (256, None)])]
+    lengths = [(64, 64 * 400), (256, None)]
+    found = [(row, segment_length(row)) for row in rows(TEXT, 0.5, lengths)]
     assert [len(row) for row, _ in found] == [64] * 400 + [256] * (len(found) - 400)
     copies = [(row, n) for row, n in found if n]
     assert len(copies) / len(found) == pytest.approx(0.5, abs=0.05)
