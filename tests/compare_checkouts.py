@@ -90,7 +90,7 @@ def measure(checkout: Path, cases: list[str]) -> tuple[dict, dict]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkouts", type=Path, nargs=2, metavar=("OLD", "NEW"))
+    parser.add_argument("checkouts", type=Path, nargs=2, help="OLD and NEW")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as text:
