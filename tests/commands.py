@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -14,31 +15,33 @@ TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
 
 
 def exit_code(main, argv):
-    """Call a command's main with these arguments. Return the exit code."""
-    try:
-        main([*map(str, argv)])
-    except SystemExit as end:
-        return end.code or 0
+    """Call a command's main with these arguments in sys.argv. Return the exit code."""
+    with patch.object(sys, "argv", ["command", *map(str, argv)]):
+        try:
+            main()
+        except SystemExit as end:
+            return end.code or 0
     return 0
 
 
-def here(main, *argv):
-    """Call a command's main that reads sys.argv."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["command", *map(str, argv)])
-        main()
+def succeeds(main, *argv):
+    """Call a command's main, which must end with exit code 0."""
+    assert exit_code(main, argv) == 0
 
 
 def one_error(capsys):
     """Return the one line of error that a command has printed."""
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
     return line
 
 
 def fails(capsys, named, main, *argv):
-    """Call a command's main, which must end with exit code 2 and one line of error with `named` in it."""
+    """Call a command's main, which must end with exit code 2 and name this in one line of error. Return the line."""
     assert exit_code(main, argv) == 2
-    assert str(named) in one_error(capsys)
+    error = one_error(capsys)
+    assert str(named) in error
+    return error
 
 
 def refuses(*named, error=ValueError):
@@ -46,12 +49,16 @@ def refuses(*named, error=ValueError):
     return pytest.raises(error, match="^" + "".join(f"(?=.*{part})" for part in named) + r"[^\n]*\Z")
 
 
-def python(*argv, threads=1, code=0, cwd=ROOT, timeout=300, **variables):
+def environment(**variables):
+    """Return this process's variables without wandb's and torchrun's, with one thread and with these."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TORCHELASTIC_"))}
+    return kept | dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=str(ROOT)) | variables
+
+
+def python(*argv, code=0, cwd=ROOT, timeout=300, **variables):
     """Run a new process in the folder `cwd`, which must exit with `code`. Return the finished process."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    environment |= dict(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="PASSIVE", **variables)
-    command = [sys.executable, *map(str, argv)]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    command, env = [sys.executable, *map(str, argv)], environment(**variables)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -61,6 +68,24 @@ def is_alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def table(names, text):
+    """Parametrize a test with a text of one case a line. Bars separate the arguments of the test, all of them words."""
+    cells = [line.split("|") for line in text.strip().splitlines()]
+    return pytest.mark.parametrize(names, [[*map(str.strip, row)] for row in cells])
+
+
+def write_files(folder, files):
+    """Write texts or bytes to paths in a folder. Return the folder."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
 def wait_for(condition, seconds=600):

@@ -90,20 +90,21 @@ def measure(checkout: Path, cases: list[str]) -> tuple[dict, dict]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", type=Path), parser.add_argument("new", type=Path)
+    parser.add_argument("checkouts", type=Path, nargs=2, help="OLD and NEW")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as text:
-        subprocess.run([sys.executable, "-c", TEXT, text], cwd=args.old, check=True)
+        subprocess.run([sys.executable, "-c", TEXT, text], cwd=args.checkouts[0], check=True)
         more = f"{SMALL} --data_dir {text} --compile {'on' if args.compile else 'off'}"
         # Fields of the case come last, so they replace the small ones.
-        cases = [" ".join([case.partition(" ")[0], more, case.partition(" ")[2]]) for case in CASES]
-        old, new = (measure(checkout, cases) for checkout in (args.old, args.new))
+        cases = [" ".join([preset, more, *fields]) for preset, *fields in map(str.split, CASES)]
+        old, new = (measure(checkout, cases) for checkout in args.checkouts)
     different = [key for key, stored in old[0].items() if new[0].get(key) != stored]
     for case, records in old[1].items():
         # Fields that only the new checkout records are no difference.
-        shared = [{key: record.get(key) for key in before} for before, record in zip(records, new[1][case])]
-        if shared != records or len(records) != len(new[1][case]):
+        again = new[1][case]
+        shared = [{key: found.get(key) for key in record} for record, found in zip(records, again)]
+        if shared != records or len(records) != len(again):
             different.append(case)
     print(f"{len(old[0])} hashes of stored runs, {len(old[1])} runs of four steps; {len(different)} differ")
     for key in different:

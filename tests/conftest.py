@@ -22,10 +22,10 @@ LONGEST = "machines flex_cuda faults train sweep outside rivals chain sanitize".
 
 
 class Faults:
-    """Faults injected for a promise, by kind, and how many of them were lost; `figures` are other numbers to report."""
+    """Faults injected for a promise by kind, and the number that were lost."""
 
     def __init__(self):
-        self.injected, self.lost, self.figures = collections.Counter(), collections.Counter(), []
+        self.injected, self.lost = collections.Counter(), 0
 
     @contextmanager
     def __call__(self, kind: str):
@@ -33,7 +33,7 @@ class Faults:
         try:
             yield
         except BaseException:
-            self.lost[kind] += 1
+            self.lost += 1
             raise
 
 
@@ -103,26 +103,23 @@ def pytest_terminal_summary(terminalreporter, config):
     if not config.getoption("--long") or not config.stash[PROMISES]:
         return
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    lines = [
-        "# Faults injected, and what became of them",
-        "",
-        "    bash scripts/torture.sh",
-        "",
-        f"Commit {commit}; torch {torch.__version__}, Python {platform.python_version()}, {processor()},"
-        f" {len(os.sched_getaffinity(0))} cores. A fault is survived when the test's every check after it holds.",
-        "",
-        "| | promise | faults injected | survived | lost |",
-        "|---:|---|---|---:|---:|",
-    ]
-    figures = [""]
+    machine = f"{processor()}, {len(os.sched_getaffinity(0))} cores"
+    terminalreporter.write_line(f"""# Faults injected, and what became of them
+
+    bash scripts/torture.sh
+
+Commit {commit}; torch {torch.__version__}, Python {platform.python_version()}, {machine}.
+A fault is survived when the test's every check after it holds.
+
+| | promise | faults injected | survived | lost |
+|---:|---|---|---:|---:|""")
     for (number, text), faults in sorted(config.stash[PROMISES].items()):
         kinds = ", ".join(f"{count} {kind}" for kind, count in faults.injected.items())
-        injected, lost = faults.injected.total(), faults.lost.total()
-        lines.append(f"| {number} | {text} | {injected}: {kinds} | {injected - lost} | {lost} |")
-        figures += [f"- {number}: {figure}" for figure in faults.figures]
-    terminalreporter.write_line("\n".join(lines + figures))
+        injected = faults.injected.total()
+        survived = injected - faults.lost
+        terminalreporter.write_line(f"| {number} | {text} | {injected}: {kinds} | {survived} | {faults.lost} |")
 
 
 def processor() -> str:
-    names = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    return names[0].strip() if names else platform.machine()
+    name = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return name[1] if name else platform.machine()

@@ -16,10 +16,10 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from commands import ROOT, environment
+
 STAGES = "batch,step,validation,log,metrics,comparison,checkpoint write,checkpoint fsync,checkpoint rename".split(",")
 STAGES.append("checkpoint deletion")
-ENVIRONMENT = dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=str(ROOT))
 
 HOLDING = """  # Python runs this when it starts
 import os, signal, sys, time
@@ -73,9 +73,8 @@ class Lives:
     """A server of runs: with Lives() as lives: output = lives.live(arguments, file, fault, code=75)"""
 
     def __enter__(self):
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | ENVIRONMENT
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.server = subprocess.Popen([sys.executable, __file__], cwd=ROOT, env=environment, text=True, **pipes)
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.server = subprocess.Popen([sys.executable, __file__], cwd=ROOT, env=environment(), **pipes)
         return self
 
     def __exit__(self, *exception):
@@ -208,13 +207,11 @@ def poison(value):
     def do(fault, *args):
         from model.gpt import GPT
 
-        forward, calls = GPT.forward, []
+        forward = GPT.forward
 
         def poisoned(self, *args, **options):
+            GPT.forward = forward
             loss = forward(self, *args, **options)
-            calls.append(1)
-            if len(calls) > 1 or loss.dim():
-                return loss
             if value != "gradient":
                 return loss * float(value)
             loss.register_hook(lambda gradient: gradient * float("nan"))

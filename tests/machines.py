@@ -9,14 +9,12 @@ unshare, nsenter and ip. A bridge joins the machines. Files are shared, as on a 
 standard input, so nothing outlives the test's process.
 """
 
-import os
 import subprocess
 import tempfile
-from pathlib import Path
 
 import psutil
+from commands import ROOT, environment
 
-ROOT = Path(__file__).parents[1]
 SUBNET = "10.77.0"
 ADDRESSES = {f"node{n}": (f"{SUBNET}.{n}", f"02:00:00:00:00:0{n}") for n in range(1, 10)}  # IP, MAC
 SWITCH = """
@@ -135,8 +133,6 @@ class Machine(Namespaces):
 
     def run(self, *command, output, **variables):
         """Start a command and append its output to a file. A machine runs one command at a time."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TORCHELASTIC_"))}
-        kept |= dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", GLOO_SOCKET_IFNAME="net0", PYTHONPATH=str(ROOT))
         with open(output, "ab") as file:
             streams = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-            self.command = self.enter(*command, env=kept | variables, **streams)
+            self.command = self.enter(*command, env=environment(GLOO_SOCKET_IFNAME="net0", **variables), **streams)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from commands import fails
+from commands import fails, succeeds, table, write_files
 from test_text import make_documents, shard_bytes, write_folder
 
 from data.copy_rows import rows
@@ -15,10 +15,8 @@ TEXT = np.random.default_rng(5).zipf(1.3, 60_000).clip(max=999).astype(np.uint16
 
 def segment_length(row):
     """Return the length of the shortest segment of 8 tokens to half a row that the row repeats, or None."""
-    for n in range(8, len(row) // 2 + 1):
-        if np.array_equal(row[n:], row[:-n]):
-            return n
-    return None
+    lengths = range(8, len(row) // 2 + 1)
+    return next((n for n in lengths if np.array_equal(row[n:], row[:-n])), None)
 
 
 def place(tokens):
@@ -29,12 +27,12 @@ def place(tokens):
 @pytest.fixture(scope="module")
 def found():
     """Return the copy rows, their segments' lengths, and the other rows: 400 rows of 64 tokens, then rows of 256."""
-    found = list(rows(TEXT, 0.5, [(64, 64 * 400), (256, None)]))
-    assert [len(row) for row in found] == [64] * 400 + [256] * (len(found) - 400)
-    copies = [(row, segment_length(row)) for row in found if segment_length(row)]
-    natural = [row for row in found if not segment_length(row)]
+    lengths = [(64, 64 * 400), (256, None)]
+    found = [(row, segment_length(row)) for row in rows(TEXT, 0.5, lengths)]
+    assert [len(row) for row, _ in found] == [64] * 400 + [256] * (len(found) - 400)
+    copies = [(row, n) for row, n in found if n]
     assert len(copies) / len(found) == pytest.approx(0.5, abs=0.05)
-    return copies, natural
+    return copies, [row for row, n in found if not n]
 
 
 def test_natural_rows_are_pieces_from_all_of_the_text_in_no_order(found):
@@ -64,27 +62,29 @@ def test_the_share_is_the_one_that_was_asked_for(share):
 
 def test_prepared_train_split_holds_the_rows_of_the_natural_split(tmp_path):
     source = write_folder(tmp_path / "in", make_documents(150))
-    natural, copied, again = (tmp_path / name for name in ("natural", "a", "b"))
-    for out in (natural, copied, again):
-        options = [] if out == natural else ["--copy-rows=0.5", "--row-tokens=32"]
-        main([str(source), "--tokenizer=bpe:300", "--val-fraction=0.2", f"--out={out}", *options])
+
+    def make(name, *options):
+        succeeds(main, source, "--tokenizer=bpe:300", "--val-fraction=0.2", f"--out={tmp_path / name}", *options)
+        return tmp_path / name
+
+    options = "--copy-rows=0.5", "--row-tokens=32"
+    natural, copied, again = make("natural"), make("a", *options), make("b", *options)
     text, mixed = (open_split(out, "train", 300) for out in (natural, copied))
     expected = np.concatenate(list(rows(text.read(0, len(text)), 0.5, [(32, None)])))
     np.testing.assert_array_equal(mixed.read(0, len(mixed)), expected)
     assert shard_bytes(copied) == shard_bytes(again)
-    vals = {open_split(out, "val", 300).fingerprint() for out in (natural, copied)}
-    assert len(vals) == 1
+    assert open_split(natural, "val", 300).fingerprint() == open_split(copied, "val", 300).fingerprint()
     assert read_manifest(copied)["copy_rows"] == {"share": 0.5, "row_lengths": [[32, None]], "seed": 0}
     assert "copy_rows" not in read_manifest(natural)
 
 
-@pytest.mark.parametrize("arguments, named", [
-    ("--copy-rows 1", "copy-rows"),
-    ("--copy-rows -0.1", "copy-rows"),
-    ("--copy-rows nan", "copy-rows"),
-    ("--copy-rows 0.5 --row-tokens 15", "row-tokens"),
-    ("--copy-rows 0.5 --row-tokens 1000000", "row-tokens"),
-])
+@table("arguments, named", """
+    --copy-rows 1                        | copy-rows
+    --copy-rows -0.1                     | copy-rows
+    --copy-rows nan                      | copy-rows
+    --copy-rows 0.5 --row-tokens 15      | row-tokens
+    --copy-rows 0.5 --row-tokens 1000000 | row-tokens
+""")
 def test_a_mistake_is_named_and_writes_no_shards(tmp_path, capsys, arguments, named):
     source = write_folder(tmp_path / "in", make_documents(40))
     options = f"--tokenizer bpe:300 --val-fraction 0.2 {arguments}".split()
@@ -103,9 +103,7 @@ def test_a_folder_of_source_is_a_document(tmp_path):
         "lib/empty/__init__.py": "\n",
         "other/json/__init__.py": "other caf\u00e9",
     }
-    for name, text in sources.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path, sources)
     write_folders([tmp_path / "lib", tmp_path / "other"], tmp_path / "out")
     written = [path.read_text() for path in sorted((tmp_path / "out").iterdir())]
     assert written == ["a\n\n\nb\n", "json\n", "tool\n", "other caf\u00e9\n"]

@@ -1,15 +1,14 @@
 """Shards and loader: the format byte for byte, damage that is found, and the tokens of each step."""
 
-import json
 import math
 import os
 import signal
-from contextlib import closing
+from contextlib import closing, suppress
 
 import numpy as np
 import pytest
 import torch
-from commands import exit_code, one_error, python, refuses
+from commands import exit_code, fails, names, python, read_json, refuses, succeeds, table, write_files
 from numpy.testing import assert_array_equal
 
 from data.loader import TrainLoader, check_validation
@@ -19,7 +18,7 @@ from data.sources import data_command
 
 BAD_DATA = pytest.mark.promise(5, "bad data is found")
 VOCAB = 50257
-NAMES = "x_train_000001.bin x_train_000002.bin x_train_000003.bin x_val_000000.bin".split()  # of write_dataset
+NAMES = FIRST, SECOND, _, VAL = "x_train_000001.bin x_train_000002.bin x_train_000003.bin x_val_000000.bin".split()
 
 
 def write_raw(path, tokens):
@@ -33,29 +32,26 @@ def write_raw(path, tokens):
 def make_stream(folder, *sizes):
     """Return a stream over shards of these sizes, and its tokens."""
     tokens = np.random.default_rng(0).integers(0, VOCAB, sum(sizes))
-    entries = {}
-    for i, part in enumerate(np.split(tokens, np.cumsum(sizes)[:-1]), 1):
-        path = write_raw(folder / f"x_train_{i:06d}.bin", part)
-        entries[path.name] = describe_shard(path)
-    return TokenStream([folder / name for name in entries], entries), tokens
+    parts = np.split(tokens, np.cumsum(sizes)[:-1])
+    paths = [write_raw(folder / f"x_train_{i:06d}.bin", part) for i, part in enumerate(parts, 1)]
+    return TokenStream(paths, {path.name: describe_shard(path) for path in paths}), tokens
+
+
+def tokens_from(tokens, start, count):
+    return tokens.take(range(start, start + count), mode="wrap")
 
 
 def write_dataset(folder, num_train=250, tokenizer="gpt2"):
     """Write shards of 100 tokens of both splits and a manifest; return the tokens of the splits."""
     rng = np.random.default_rng(1)
     train, val = rng.integers(0, VOCAB, num_train), rng.integers(0, VOCAB, 50)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text("a tokenizer")
+    write_files(folder, {"tokenizer.json": "a tokenizer"})
     with ShardWriter(folder, "x", tokenizer=tokenizer, vocab_size=VOCAB, shard_tokens=100) as writer:
         for piece in np.array_split(train, 7):
             writer.write("train", piece)
         writer.write("val", val)
         writer.close()
     return train, val
-
-
-def files_of(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def flip(data, bit):
@@ -69,11 +65,11 @@ def flip(data, bit):
 
 def test_writer_cuts_documents_into_shards_of_the_format_that_open_split_reads(tmp_path):
     train, val = write_dataset(tmp_path)
-    assert files_of(tmp_path) == ["manifest.json", "tokenizer.json", *NAMES]
+    assert names(tmp_path) == ["manifest.json", "tokenizer.json", *NAMES]
     for name, part in zip(NAMES, (train[:100], train[100:200], train[200:], val)):
         assert (tmp_path / name).read_bytes() == write_raw(tmp_path / "expected", part).read_bytes()
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert (manifest["vocab_size"], manifest["files"][NAMES[1]]["max_token"]) == (VOCAB, train[100:200].max())
+    manifest = read_json(tmp_path / "manifest.json")
+    assert (manifest["vocab_size"], manifest["files"][SECOND]["max_token"]) == (VOCAB, train[100:200].max())
     for split, tokens in (("train", train), ("val", val)):
         stream = open_split(tmp_path, split, VOCAB)
         assert_array_equal(stream.read(0, len(stream)), tokens)
@@ -95,7 +91,7 @@ def test_bytes_reach_the_disk_before_names_and_the_manifest_before_the_shards(tm
         assert not renamed or str(tmp_path) in synced  # the manifest's name, before the first shard's
         renamed.append(target.name)
         replace(source, target)
-        if target.name in (NAMES[-1], "manifest.json"):
+        if target.name in (VAL, "manifest.json"):
             synced.discard(str(tmp_path))
 
     monkeypatch.setattr(os, "fsync", record_sync)
@@ -108,9 +104,9 @@ def test_failed_or_killed_writer_leaves_nothing_that_looks_like_data(tmp_path):
     writer = ShardWriter(tmp_path, "x", tokenizer="t", vocab_size=300, shard_tokens=10)
     with pytest.raises(KeyboardInterrupt), writer:
         writer.write("train", np.arange(25))
-        assert files_of(tmp_path) == [".incoming"]
+        assert names(tmp_path) == [".incoming"]
         raise KeyboardInterrupt
-    assert files_of(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 KILLED_WRITER = """
@@ -140,7 +136,7 @@ def test_writer_killed_while_it_names_shards_is_refused_and_can_be_repeated(tmp_
         with refuses("x_train_00000[23].bin" if renames else r"\btrain\b"):
             open_split(tmp_path, "train", VOCAB)
         write_dataset(tmp_path)
-        assert exit_code(main, ["verify", tmp_path]) == 0
+        succeeds(main, "verify", tmp_path)
 
 
 def test_writer_refuses_a_vocabulary_that_does_not_fit(tmp_path):
@@ -154,34 +150,30 @@ def test_writer_refuses_a_vocabulary_that_does_not_fit(tmp_path):
 def test_read_crosses_shards_and_wraps_without_open_files(tmp_path):
     stream, tokens = make_stream(tmp_path, 5, 1, 17, 8)
     before = len(os.listdir("/proc/self/fd"))
-    for start in range(0, 70):
+    for start in range(70):
         for count in (1, 7, 31, 80):  # 80: more than twice around
-            expected = tokens.take(range(start, start + count), mode="wrap")
-            assert_array_equal(stream.read(start, count), expected)
+            assert_array_equal(stream.read(start, count), tokens_from(tokens, start, count))
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 @BAD_DATA
-@pytest.mark.parametrize("position, named", [
-    (4, r"1\.bin\D+\b4\b"),
-    (5, r"2\.bin\D+\b0\b"),
-    (6, r"3\.bin\D+\b0\b"),
-    (22, r"3\.bin\D+\b16\b"),
-    (23, r"1\.bin\D+\b0\b"),
+@pytest.mark.parametrize("position, shard, place", [
+    (4, 1, 4), (5, 2, 0), (6, 3, 0),
+    (22, 3, 16), (23, 1, 0),
 ])
-def test_a_token_outside_the_vocabulary_is_named_by_file_and_place(tmp_path, faults, position, named):
+def test_a_token_outside_the_vocabulary_is_named_by_file_and_place(tmp_path, faults, position, shard, place):
     stream, tokens = make_stream(tmp_path, 5, 1, 17)
     token = tokens[position % 23]
-    with faults("token outside the vocabulary"), refuses(f"x_train_00000{named}", rf"\b{token}\b"):
+    with faults("token outside the vocabulary"), refuses(rf"_00000{shard}\.bin\D+\b{place}\b", rf"\b{token}\b"):
         stream.read(position, 1, token)
 
 
 def test_fingerprint_follows_the_content_of_the_shards_that_a_run_reads(tmp_path):
-    streams = []
-    for folder, num_train in (("few", 200), ("again", 200), ("more", 300)):
-        write_dataset(tmp_path / folder, num_train)
-        streams.append(open_split(tmp_path / folder, "train", VOCAB))
-    few, again, more = streams
+    def stream(name, num_train):
+        write_dataset(tmp_path / name, num_train)
+        return open_split(tmp_path / name, "train", VOCAB)
+
+    few, again, more = stream("few", 200), stream("again", 200), stream("more", 300)
     assert few.fingerprint() == again.fingerprint() == few.fingerprint(199) == more.fingerprint(199)
     assert few.fingerprint(99) == more.fingerprint(99) != few.fingerprint(100)  # token 100 is the last target
     assert few.fingerprint(200) != more.fingerprint(200)  # the first wraps around
@@ -190,38 +182,38 @@ def test_fingerprint_follows_the_content_of_the_shards_that_a_run_reads(tmp_path
 # ---- opening a folder ----
 
 
-@pytest.mark.parametrize("folder, tokens, vocab_size, command", [
-    ("fineweb10B", 10**12, VOCAB, "data.download fineweb10B --shards 103 --out fineweb10B"),
-    ("taught", 1, 1024, "data.python_source taught --out taught"),
-    ("my books", 1, VOCAB, "data.text FILES... --tokenizer gpt2 --out 'my books'"),
-    ("my books", 1, 1024, "data.text FILES... --tokenizer bpe:1024 --out 'my books'"),
-])
+@table("folder, tokens, vocab_size, command", f"""
+    fineweb10B | {10**12} | {VOCAB} | data.download fineweb10B --shards 103 --out fineweb10B
+    taught     | 1        | 1024    | data.python_source taught --out taught
+    my books   | 1        | {VOCAB} | data.text FILES... --tokenizer gpt2 --out 'my books'
+    my books   | 1        | 1024    | data.text FILES... --tokenizer bpe:1024 --out 'my books'
+""")
 def test_a_data_folder_has_a_command_that_makes_it(tmp_path, folder, tokens, vocab_size, command):
-    assert data_command(folder, tokens, vocab_size) == f"python -m {command}"
+    assert data_command(folder, int(tokens), int(vocab_size)) == f"python -m {command}"
     with refuses(command):
-        open_split(tmp_path / folder, "train", vocab_size, command)
+        open_split(tmp_path / folder, "train", int(vocab_size), command)
 
 
 def test_the_tokenizer_is_told_by_its_name_or_by_its_file(tmp_path):
-    for folder in ("a", "b"):
-        write_dataset(tmp_path / folder, tokenizer="tokenizer.json")
+    assert tokenizer_of(tmp_path) is None
+    write_dataset(tmp_path, tokenizer="tokenizer.json")
+    assert tokenizer_of(tmp_path) == sha256_of(tmp_path / "tokenizer.json")
     write_dataset(tmp_path / "gpt2")  # with a tokenizer.json of an earlier text
-    assert tokenizer_of(tmp_path / "a") == tokenizer_of(tmp_path / "b") == sha256_of(tmp_path / "a" / "tokenizer.json")
-    assert tokenizer_of(tmp_path / "gpt2") == "gpt2" and tokenizer_of(tmp_path) is None
+    assert tokenizer_of(tmp_path / "gpt2") == "gpt2"
 
 
 # ---- damage: a file of write_dataset and its change. `verify` finds all, opening finds all but UNSEEN. ----
 
 DAMAGE = {
-    "truncated": (NAMES[0], lambda data: data[:-2]),
-    "appended": (NAMES[3], lambda data: data + b"\0\0"),
-    "no shard": (NAMES[0], lambda data: b"version https://git-lfs.github.com/spec/v1\n"),
-    "header cut": (NAMES[0], lambda data: data[:8]),
-    "other version": (NAMES[0], lambda data: data[:4] + b"\2" + data[5:]),
-    "no tokens": (NAMES[0], lambda data: data[:8] + bytes(1016)),
-    "shorter than in the manifest": (NAMES[0], lambda data: data[:8] + b"\x63\0\0\0" + data[12:-2]),
-    "zeroed bytes": (NAMES[3], lambda data: data[:1030] + bytes(10) + data[1040:]),
-    "missing": (NAMES[1], None),
+    "truncated": (FIRST, lambda data: data[:-2]),
+    "appended": (VAL, lambda data: data + b"\0\0"),
+    "no shard": (FIRST, lambda data: b"version https://git-lfs.github.com/spec/v1\n"),
+    "header cut": (FIRST, lambda data: data[:8]),
+    "other version": (FIRST, lambda data: data[:4] + b"\2" + data[5:]),
+    "no tokens": (FIRST, lambda data: data[:8] + bytes(1016)),
+    "shorter than in the manifest": (FIRST, lambda data: data[:8] + b"\x63\0\0\0" + data[12:-2]),
+    "zeroed bytes": (VAL, lambda data: data[:1030] + bytes(10) + data[1040:]),
+    "missing": (SECOND, None),
     "stray": ("x_val_000007.bin", lambda data: b"x"),
     "changed tokenizer": ("tokenizer.json", lambda data: flip(data, 9)),
     "missing tokenizer": ("tokenizer.json", None),
@@ -234,21 +226,18 @@ DAMAGE = {
 UNSEEN = "zeroed bytes, changed tokenizer, missing tokenizer, other sha256, other max_token"
 
 
-def refused(folder):
-    """Return whether a split cannot be opened; any error but ValueError and OSError is raised."""
-    try:
-        for split in ("train", "val"):
-            open_split(folder, split, VOCAB)
-    except (ValueError, OSError):
-        return True
-    return False
+def opens(folder):
+    """Return True if both splits can be opened. Any error but ValueError and OSError is raised."""
+    with suppress(ValueError, OSError):
+        return all(len(open_split(folder, split, VOCAB)) for split in ("train", "val"))
 
 
 @BAD_DATA
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_is_found_and_named(tmp_path, capsys, faults, kind):
     write_dataset(tmp_path, tokenizer="tokenizer.json")
-    assert exit_code(main, ["verify", tmp_path]) == 0 and not refused(tmp_path)
+    succeeds(main, "verify", tmp_path)
+    assert opens(tmp_path)
     name, change = DAMAGE[kind]
     path = tmp_path / name
     with faults(kind):
@@ -256,35 +245,32 @@ def test_damage_is_found_and_named(tmp_path, capsys, faults, kind):
             path.unlink()
         else:
             path.write_bytes(change(path.read_bytes() if path.exists() else b""))
-        assert exit_code(main, ["verify", tmp_path]) == 2
-        error = one_error(capsys)
-        assert name in error or name == "manifest.json" and NAMES[0] in error
-        assert refused(tmp_path) or kind in UNSEEN
+        error = fails(capsys, "", main, "verify", tmp_path)
+        assert name in error or name == "manifest.json" and FIRST in error
+        assert kind in UNSEEN or not opens(tmp_path)
 
 
 def test_shards_of_another_program_are_described_once(tmp_path):
     write_dataset(tmp_path)
     manifest = tmp_path / "manifest.json"
     made, expected = manifest.read_bytes(), open_split(tmp_path, "train", VOCAB).fingerprint()
-    assert exit_code(main, ["describe", tmp_path]) == 2 and manifest.read_bytes() == made
+    for argv in ["describe", tmp_path], ["describe", tmp_path / "nowhere"], ["verify", tmp_path / "nowhere"]:
+        assert exit_code(main, argv) == 2 and manifest.read_bytes() == made
     manifest.unlink()
-    assert exit_code(main, ["describe", tmp_path]) == 0
+    succeeds(main, "describe", tmp_path)
     assert open_split(tmp_path, "train", VOCAB).fingerprint() == expected
-    for command in ("describe", "verify"):
-        assert exit_code(main, [command, tmp_path / "nowhere"]) == 2
 
 
 @BAD_DATA
 def test_every_bit_of_a_shard_counts(tmp_path, faults, long):
     write_dataset(tmp_path)
-    path = tmp_path / NAMES[3]
+    path = tmp_path / VAL
     good = path.read_bytes()
+    succeeds(main, "verify", tmp_path)
     for bit in range(0, 8 * len(good), 1 if long else 301):
         with faults("flipped bit"):
             path.write_bytes(flip(good, bit))
             assert exit_code(main, ["verify", tmp_path]) == 2, bit
-    path.write_bytes(good)
-    assert exit_code(main, ["verify", tmp_path]) == 0
 
 
 # ---- training loader ----
@@ -295,17 +281,13 @@ def load(stream, **options):
     return closing(TrainLoader(stream, **defaults | options))
 
 
-def length_of_step(step):
-    return step % 4 + 2
-
-
-@pytest.mark.parametrize("length", [1, 15, length_of_step])
+@pytest.mark.parametrize("length", [1, 15, lambda step: step % 4 + 2])
 @pytest.mark.parametrize("ranks", [1, 2, 5, 8])
 @pytest.mark.parametrize("largest", [1, 3])
 @pytest.mark.parametrize("step", [0, 1, 3, 50])  # crosses shards, wraps in the middle of step 3, wraps many times
 def test_a_step_is_a_slice_of_the_stream_for_any_length_and_number_of_ranks(tmp_path, length, step, ranks, largest):
     stream, tokens = make_stream(tmp_path, 101, 7, 230, 59)
-    width = length_of_step(step) if length is length_of_step else length
+    width = length(step) if callable(length) else length
     sizes = dict(length=length, micro_batch_tokens=largest * width, start_step=step, world_size=ranks)
     batches, shares = [], []
     for rank in range(ranks):
@@ -317,17 +299,15 @@ def test_a_step_is_a_slice_of_the_stream_for_any_length_and_number_of_ranks(tmp_
     assert max(shares) - min(shares) <= 1
     inputs, targets = map(torch.cat, zip(*batches))
     assert inputs.dtype == torch.int64 and inputs.shape == targets.shape == (120 // width, width)
-    expected = tokens.take(range(120 * step, 120 * step + 121), mode="wrap")
-    assert_array_equal(inputs.ravel(), expected[:-1])
-    assert_array_equal(targets.ravel(), expected[1:])
+    assert_array_equal(inputs.ravel(), tokens_from(tokens, 120 * step, 120))
+    assert_array_equal(targets.ravel(), tokens_from(tokens, 120 * step + 1, 120))
 
 
 def test_steps_follow_each_other_and_begin_at_any_token(tmp_path):
     stream, tokens = make_stream(tmp_path, 40, 33)
     with load(stream, batch_tokens=12, start_step=2, first_token=7) as loader:
-        steps = [torch.cat([inputs for inputs, _ in next(loader)]) for _ in range(9)]
-    expected = tokens.take(range(31, 31 + 9 * 12), mode="wrap")
-    assert_array_equal(torch.cat(steps).ravel(), expected)
+        inputs = [micro_batch[0] for _ in range(9) for micro_batch in next(loader)]
+    assert_array_equal(torch.cat(inputs).ravel(), tokens_from(tokens, 31, 9 * 12))
 
 
 @pytest.mark.parametrize("length, world_size", [(25, 1), (30, 8)])

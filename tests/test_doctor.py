@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from commands import exit_code
+from commands import exit_code, fails, table
 from test_bench import FIELDS as BENCH_FIELDS
 from torch.torch_version import TorchVersion
 
@@ -19,33 +19,43 @@ def config(*fields):
     return read_run(["quickstart", *FIELDS, *fields])
 
 
-@pytest.mark.parametrize("major, ptxas, states", [
-    (9, "13.3", ["ok"]), (9, "13.10", ["ok"]), (9, "13.2", ["missing"]), (9, None, []), (8, "12.8", ["ok"]),
-    (7, None, ["slow"]),
-])  # fmt: skip
-def test_a_gpu_needs_bfloat16_and_hopper_a_new_ptxas(major, ptxas, states, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+def states(check, device, *fields):
+    return [finding.state for finding in check(config(*fields), torch.device(device))]
+
+
+@table("major, ptxas, expected", """
+    9 | 13.3  | ok
+    9 | 13.10 | ok
+    9 | 13.2  | missing
+    9 |       |
+    8 | 12.8  | ok
+    7 |       | slow
+""")
+def test_a_gpu_needs_bfloat16_and_hopper_a_new_ptxas(major, ptxas, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (int(major), 0))
     monkeypatch.setattr(doctor, "choose_ptxas", lambda device: ptxas and (TorchVersion(ptxas), "bin/ptxas"))
-    found = doctor.check_gpus(config("--device", "auto"), torch.device("cuda"))
-    assert [finding.state for finding in found] == states
+    assert states(doctor.check_gpus, "cuda", "--device", "auto") == expected.split()
 
 
-@pytest.mark.parametrize("wanted, states", [("cpu", []), ("auto", ["missing"]), ("cuda", ["broken"])])
-def test_a_gpu_is_missing(wanted, states):
-    assert [found.state for found in doctor.check_gpus(config("--device", wanted), CPU)] == states
+@table("wanted, expected", """
+    cpu  |
+    auto | missing
+    cuda | broken
+""")
+def test_a_gpu_is_missing(wanted, expected):
+    assert states(doctor.check_gpus, "cpu", "--device", wanted) == expected.split()
 
 
 def test_data_is_missing_or_broken(tmp_path):
-    assert [found.state for found in doctor.check_data(config(), CPU)] == ["missing"]
-    broken = doctor.check_data(config("--data_dir", str(tmp_path)), CPU)
-    assert [found.state for found in broken] == ["broken"]
+    assert states(doctor.check_data, "cpu") == ["missing"]
+    assert states(doctor.check_data, "cpu", "--data_dir", str(tmp_path)) == ["broken"]
 
 
 def test_the_kernels_of_this_machine_are_right(monkeypatch):
-    found = list(doctor.check_kernels(config("--method", "swan"), CPU))  # its layers differ
-    assert {finding.state for finding in found} == {"ok"} and len(found) >= 6
+    found = states(doctor.check_kernels, "cpu", "--method", "swan")  # its layers differ
+    assert {*found} == {"ok"} and len(found) >= 6
     monkeypatch.setattr(doctor, "check_variant", lambda *_: "refused: wrong")  # test_bench.py plants a real fault
-    assert {finding.state for finding in doctor.check_kernels(config(), CPU)} == {"broken"}
+    assert {*states(doctor.check_kernels, "cpu")} == {"broken"}
 
 
 def test_a_step_is_timed_and_the_hours_follow_from_it(monkeypatch):
@@ -75,11 +85,10 @@ def test_the_exit_code_depends_on_broken_parts(error, code, monkeypatch, capsys)
     assert any("run:" in line for line in lines)  # the later checks are made all the same
 
 
-@pytest.mark.parametrize("arguments, field", [
-    (["gpt_162m"], "gpt_162m"), (["mini", "--stpes", "3"], "--stpes"),
-    (["mini", "--method", "rop"], "rop"),
-])  # fmt: skip
+@table("arguments, field", """
+    gpt_162m          | gpt_162m
+    mini --stpes 3    | --stpes
+    mini --method rop | rop
+""")
 def test_a_mistake_is_exit_code_2_and_names_the_field(arguments, field, capsys):
-    assert exit_code(doctor.main, arguments) == 2
-    message = capsys.readouterr().err
-    assert field in message and message.count("\n") == 1
+    fails(capsys, field, doctor.main, *arguments.split())

@@ -1,30 +1,33 @@
 """scripts.evaluate: losses on the run's text and on another, the stored file, and refused text."""
 
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import exit_code, read_json, update_json
-from test_train import make_data, train_here, validation_losses, write_shards
+from commands import fails, names, read_json, succeeds, update_json
+from test_train import make_data, newest_state, train_here, validation_losses, write_shards
 
 from data.shards import open_split
-from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from runtime.checkpoint import save_checkpoint
 from scripts import evaluate
 
 
 def call(*argv):
-    evaluate.main([*map(str, argv), "--device", "cpu"])
+    succeeds(evaluate.main, *argv, "--device", "cpu")
 
 
-def refusal(capsys, *argv):
-    """Return the one error of a command that evaluates nothing."""
-    capsys.readouterr()
-    assert exit_code(evaluate.main, [*argv, "--device", "cpu"]) == 2
-    output = capsys.readouterr()
-    (error,) = [line for line in output.err.splitlines() if line.startswith("error: ")]
-    assert not output.out
-    return error
+@pytest.fixture
+def refused(capsys):
+    """Return a function that calls the command, which must name this in its error and evaluate nothing."""
+
+    def refused(named, folder, *argv):
+        before, _ = names(folder), capsys.readouterr()
+        fails(capsys, named, evaluate.main, folder, *argv, "--device", "cpu")
+        assert names(folder) == before
+
+    return refused
 
 
 def stored(folder):
@@ -46,17 +49,16 @@ def test_losses_equal_the_summary_wherever_the_text_is(data, copied, tmp_path):
     assert stored(copied)["val_loss"] == pytest.approx(losses, abs=1e-5)
 
 
-def test_other_methods_have_rows_and_the_losses_of_validate_as(data, tmp_path, capsys):
+def test_other_methods_have_rows_and_the_losses_of_validate_as(data, tmp_path, capsys, refused):
     folder = train_here(data, tmp_path, "--method rope")
     whole = train_here(data, tmp_path / "with", "--method rope --validate_as rope_ntk yarn")
-    capsys.readouterr()
+    refused("alibi", folder, "--as", "alibi")
     call(folder, "--as", "yarn")
     call(folder, "--as", "rope_ntk")
-    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| run")]
+    rows = re.findall(r"^\| (run\b.*?) *\|", capsys.readouterr().out, re.MULTILINE)
     assert rows == ["run", "run", "run as yarn", "run", "run", "run as rope_ntk"]
     expected = read_json(whole / "summary.json")["val_loss_as"]
     assert stored(folder)["val_loss_as"] == {m: pytest.approx(losses, rel=1e-6) for m, losses in expected.items()}
-    assert "alibi" in refusal(capsys, folder, "--as", "alibi")
 
 
 def test_losses_by_length(finished, copied, data, capsys):
@@ -78,17 +80,16 @@ def test_lengths_on_the_same_tokens_are_kept_together(copied):
     assert stored(copied)["val_loss"].keys() == {"64"}
 
 
-def test_a_run_that_cannot_be_evaluated_is_named(copied, tmp_path, capsys):
-    assert str(tmp_path) in refusal(capsys, tmp_path, copied)
-    assert "val_tokens" in refusal(capsys, copied, "--val-tokens", 0)
-    checkpoint = latest_checkpoint(copied / "checkpoints")
-    state = load_checkpoint(checkpoint)
-    state["model"]["renamed"] = state["model"].pop(next(iter(state["model"])))
-    save_checkpoint(checkpoint.parent, 21, state)
-    assert "step_000021.pt" in refusal(capsys, copied)
-    shutil.rmtree(copied / "checkpoints")
-    (copied / "checkpoints").mkdir()
-    assert str(copied) in refusal(capsys, copied)
+def test_a_run_that_cannot_be_evaluated_is_named(copied, tmp_path, refused):
+    refused(tmp_path, tmp_path, copied)
+    refused("val_tokens", copied, "--val-tokens", 0)
+    state = newest_state(copied)
+    state["model"]["renamed"] = state["model"].popitem()[1]
+    save_checkpoint(copied / "checkpoints", 21, state)
+    refused("step_000021.pt", copied)
+    for checkpoint in (copied / "checkpoints").iterdir():
+        checkpoint.unlink()
+    refused(copied, copied)
     assert not (copied / "evaluation.json").exists()
 
 
@@ -109,30 +110,29 @@ def test_losses_on_other_text_are_stored_apart(copied, tmp_path):
     assert found["books"]["val_loss"].keys() == {"16", "64", "32"}
 
 
-def test_a_short_text_is_read_in_whole_sequences(copied, tmp_path, capsys):
+def test_a_short_text_is_read_in_whole_sequences(copied, tmp_path, refused):
     short = write_shards(tmp_path / "short", val=np.arange(200) % 64)
     call(copied, "--data", short)
     [found] = others(copied)
     assert found["val_tokens"] == {"16": 192, "64": 192}
-    assert "val_tokens" in refusal(capsys, copied, "--data", short, "--lengths", 256)
+    refused("val_tokens", copied, "--data", short, "--lengths", 256)
 
 
-def test_text_of_another_tokenizer_is_refused(copied, tmp_path, capsys):
+def test_text_of_another_tokenizer_is_refused(copied, tmp_path, refused):
     other = write_shards(tmp_path / "other", val=np.arange(600) % 64, tokenizer="gpt2")
     update_json(copied / "config.json", data_dir=str(tmp_path / "gone"))  # the run's own data need not be there
-    assert "gpt2" in refusal(capsys, copied, "--data", other)
+    refused("gpt2", copied, "--data", other)
     books = make_data(tmp_path / "books", seed=1)
     call(copied, "--data", books)
     assert len(others(copied)) == 1
     (copied / "data.json").unlink()
-    assert "tokenizer" in refusal(capsys, copied, "--data", books)
+    refused("tokenizer", copied, "--data", books)
 
 
-def test_another_text_is_refused_without_its_option(copied, tmp_path, capsys):
-    replaced = make_data(tmp_path / "replaced", seed=2)
+def test_another_text_is_refused_without_its_option(copied, tmp_path, refused):
+    replaced, empty = make_data(tmp_path / "replaced", seed=2), tmp_path / "empty"
     update_json(copied / "config.json", data_dir=str(replaced))
-    assert f"--data {replaced}" in refusal(capsys, copied)
-    assert not (copied / "evaluation.json").exists()
-    for place in ("nowhere", "empty"):
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        assert str(tmp_path / place) in refusal(capsys, copied, "--data", tmp_path / place)
+    empty.mkdir()
+    refused(f"--data {replaced}", copied)
+    for place in (empty, tmp_path / "nowhere"):
+        refused(place, copied, "--data", place)

@@ -11,12 +11,11 @@ import sys
 import time
 
 import pytest
-from commands import ROOT, TWO_RANKS, is_alive, python, wait_for
-from lives import ENVIRONMENT, STAGES, Lives
-from test_train import arguments, assert_close_run, assert_same_run, newest, newest_state
+from commands import ROOT, TWO_RANKS, environment, is_alive, python, wait_for
+from lives import STAGES, Lives
+from test_train import arguments, assert_close_run, assert_same_run, newest, newest_state, steps_and_validations
 
-from runtime.checkpoint import list_checkpoints, load_checkpoint
-from runtime.metrics import read_metrics
+from runtime.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.slow
 KILLS = (1, "killed at any instant, a run goes on bit for bit")
@@ -65,12 +64,12 @@ def error_of(output):
 
 
 def steps_of(runs):
-    return [r["step"] for r in read_metrics(runs / "run/metrics.jsonl") if "train_loss" in r]
+    steps, _ = steps_and_validations(runs / "run")
+    return [r["step"] for r in steps]
 
 
 def saved_step(runs):
-    checkpoint = newest(runs / "run")
-    return load_checkpoint(checkpoint)["progress"]["step"] if checkpoint else 0
+    return newest_state(runs / "run")["progress"]["step"] if newest(runs / "run") else 0
 
 
 # ---- kill -9 and resuming --------------------------------------------------------------------------------------------
@@ -166,7 +165,7 @@ def test_under_torchrun_the_launcher_of_the_docs_exits_with_75(data, faults, tmp
     assert script.count(run) == 1
     with faults("SIGTERM to torchrun"), open(tmp_path / "output", "w+") as output:
         process = subprocess.Popen(["bash", "-c", script], cwd=ROOT, stdout=output, stderr=output,
-                                   start_new_session=True, env=os.environ | ENVIRONMENT)
+                                   start_new_session=True, env=environment())
         try:
             wait_for(lambda: process.poll() is not None or newest(tmp_path / "run"))
             os.killpg(process.pid, signal.SIGTERM)  # as Slurm's scancel does
@@ -201,7 +200,7 @@ def test_a_nonfinite_step_is_skipped_or_ends_the_run(choice, value, processes, u
         code = 0 if choice == "skip" else 2 if processes == 1 else 1
         output = live(more=f"--on_nonfinite {choice}", fault=fault, processes=processes, code=code)
         if choice == "skip":
-            steps = [r for r in read_metrics(tmp_path / "run/metrics.jsonl") if "train_loss" in r]
+            steps, _ = steps_and_validations(tmp_path / "run")
             assert [r.get("skipped", 0) for r in steps] == [0] * 7 + [1] * 13
             assert [r["step"] for r in steps if r["train_loss"] is None] == ([] if value == "gradient" else [8])
             assert newest_state(tmp_path / "run")["progress"]["skipped"] == 1
@@ -232,7 +231,7 @@ def test_torchruns_restart_goes_on_by_itself(data, undisturbed, faults, tmp_path
     with faults("two kills of a worker under --max-restarts 2"):
         fault = json.dumps(at("step", 7, "kill", rank=1, attempts=[0, 1]))
         argv = arguments(data, tmp_path, "--resume auto")
-        python(*TWO_RANKS, "--max-restarts=2", "tests/lives.py", fault, *argv, PYTHONPATH=str(ROOT))
+        python(*TWO_RANKS, "--max-restarts=2", "tests/lives.py", fault, *argv)
         assert_close_run(tmp_path / "run", undisturbed)
 
 

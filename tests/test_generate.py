@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from commands import exit_code, fails, refuses
+from commands import fails, refuses, succeeds, table
 from tiny_run import train_tiny_run
 
 from data.tokenizer import load_tokenizer
@@ -32,7 +32,7 @@ def say(run, capfd):
     """Return a function that continues "ab", and returns stdout."""
 
     def say(options):
-        assert exit_code(generate.main, [run, "ab", "--device", "cpu", *options.split()]) == 0
+        succeeds(generate.main, run, "ab", "--device", "cpu", *options.split())
         return capfd.readouterr().out
 
     return say
@@ -85,9 +85,13 @@ def test_text_comes_out_whole_for_any_cut_into_tokens(tokenizer, text):
     assert "".join(parts) == text and not any(generate.INCOMPLETE in part for part in parts)
 
 
-@pytest.mark.parametrize("option, value", [
-    ("max-new-tokens", 0), ("max-new-tokens", MAX_LENGTH), ("temperature", -1), ("temperature", "nan"), ("top-k", 0),
-])
+@table("option, value", f"""
+    max-new-tokens | 0
+    max-new-tokens | {MAX_LENGTH}
+    temperature    | -1
+    temperature    | nan
+    top-k          | 0
+""")
 def test_wrong_values_are_refused_in_one_line(run, capsys, option, value):
     fails(capsys, option, generate.main, run, "abc", "--device", "cpu", f"--{option}", value)
 
@@ -96,6 +100,7 @@ def test_the_tokenizer_must_be_the_one_of_the_run(run, tmp_path):
     stored = generate.read_run(run)
     assert generate.tokenizer_of_run(stored).vocab_size == 384
     moved = dataclasses.replace(stored.config, data_dir=str(tmp_path))
-    for change in (dict(data=dict(tokenizer="0" * 64)), dict(config=moved)):
+    other = dict(tokenizer="0" * 64)
+    for changed in (dataclasses.replace(stored, data=other), dataclasses.replace(stored, config=moved)):
         with refuses("tokenizer"):
-            generate.tokenizer_of_run(dataclasses.replace(stored, **change))
+            generate.tokenizer_of_run(changed)

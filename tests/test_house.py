@@ -11,13 +11,9 @@ import pytest
 from commands import ROOT
 
 FOLDERS = ("configs", "data", "measure", "model", "optim", "runtime", "scripts")
-SUFFIXES = (".py", ".cpp", ".h", ".sh", ".js")
-CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
-CODE += ROOT.glob("*.py")
-NAMES = {path: path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in CODE}
-MODULES = {name.removesuffix(".__init__"): path for path, name in NAMES.items() if path.suffix == ".py"}
-
-
+CODE = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
+NAMES = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in CODE]
+MODULES = dict(zip(NAMES, CODE))
 TESTS = [*(ROOT / "tests").glob("*.py")]
 FREE = set("COMMENT NL NEWLINE INDENT DEDENT ENDMARKER ENCODING STRING FSTRING_END".split())
 
@@ -37,17 +33,21 @@ def count(paths):
     return sum(tokens_by_line(path).total() for path in paths)
 
 
+def nodes(path, kind):
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kind)]
+
+
 def own_imports(path):
     """The names of our own that a file imports when it is imported: modules, or what is in them."""
-    nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
-    nodes = [node for node in nodes if node.module.split(".")[0] in {*FOLDERS, "errors", "files"}]
-    return [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
+    imports = [node for node in nodes(path, ast.ImportFrom) if node.col_offset == 0]
+    imports = [node for node in imports if node.module.split(".")[0] in {*FOLDERS, "errors", "files"}]
+    return [f"{node.module}.{alias.name}" for node in imports for alias in node.names]
 
 
 def test_the_code_does_not_grow():
     """A reader has one evening. Lines may grow, because a reader reads lines."""
     assert count(MODULES.values()) <= 96_250
-    assert count(TESTS) <= 114_400
+    assert count(TESTS) <= 112_800
     assert [path for path in MODULES.values() if ROOT / "model" not in path.parents and count([path]) > 2_450] == []
     assert len([path for path in (ROOT / "results").rglob("*") if path.is_file()]) <= 100
 
@@ -55,16 +55,14 @@ def test_the_code_does_not_grow():
 def test_a_line_is_one_step_of_thought():
     paths = [*MODULES.values(), *TESTS]
     dense = [f"{path}:{line}" for path in paths for line, tokens in tokens_by_line(path).items() if tokens >= 35]
-    assert len(dense) <= 134, dense
-    assert sum(path.read_text().count("# fmt" ": skip") for path in paths) <= 43
+    assert len(dense) <= 132, dense
+    assert sum(path.read_text().count("# fmt" ": skip") for path in paths) <= 39
 
 
 def test_the_training_step_is_visible():
     path = ROOT / "train_gpt.py"
-    tree = ast.parse(path.read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     assert count([path]) <= 600 and ".backward()" in path.read_text() and len(own_imports(path)) <= 15
-    assert functions == [node for node in tree.body if isinstance(node, ast.FunctionDef)]  # none is nested
+    assert not any(function.col_offset for function in nodes(path, ast.FunctionDef))  # none is nested
 
 
 def test_no_two_files_import_each_other():
@@ -82,8 +80,9 @@ def test_imports_go_one_way():
     allowed["scripts"] = below | {"measure", "runtime"}
     for folder, others in allowed.items():
         for path in (ROOT / folder).rglob("*.py"):
-            nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-            modules = {node.module for node in nodes} - ({"runtime.processes"} if folder == "measure" else set())
+            modules = {node.module for node in nodes(path, ast.ImportFrom)}
+            if folder == "measure":
+                modules.discard("runtime.processes")
             imported = {module.split(".")[0] for module in modules} & {*allowed, "train_gpt"}
             assert imported <= others | {folder}, path
 

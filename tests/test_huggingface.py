@@ -7,8 +7,8 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 
 import reference
 import torch
-from commands import ROOT, python, refuses, update_json
-from tiny_llama import VOCAB, make_model, save_model
+from commands import ROOT, refuses, update_json, write_files
+from tiny_llama import VOCAB, make_model, run_elsewhere, save_model
 from torch.testing import assert_close
 
 from model.methods import METHODS
@@ -127,15 +127,16 @@ def test_refused_conversions():
     rope = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
     scaled = make_model(rope_parameters=rope | dict(original_max_position_embeddings=16))
     bare = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
-    for model, name, options, word in [
-        (llama, "p_ropo", {}, "p_rope"),
-        (llama, "scale_invariant_p_rope", dict(tao=3), "tau"),
-        (scaled, "logn_rope", {}, "base=500000"),
-        (bare, "rope", {}, "gpt2"),
-    ]:
+
+    def assert_refused(word, model, name, **options):
         with refuses(word):
             convert(model, name, **options)
         assert not any(hasattr(module, "method") for module in model.modules())
+
+    assert_refused("p_rope", llama, "p_ropo")
+    assert_refused("tau", llama, "scale_invariant_p_rope", tao=3)
+    assert_refused("base=500000", scaled, "logn_rope")
+    assert_refused("gpt2", bare, "rope")
     assert convert(scaled, "rope", base=5e5) and convert(scaled, "p_rope") and convert(scaled, "alibi")
 
 
@@ -170,15 +171,13 @@ torch.save((*found, new), sys.argv[3])
 @pytest.mark.slow
 def test_a_saved_model_loads_where_the_repository_is_not(tmp_path):
     model = convert_and_move("logn_p_rope", train_length=20)
-    saved, out = tmp_path / "saved", tmp_path / "out"
-    load.save_model(model, saved)
-    assert torch.equal(logits(load_model(saved)), logits(model))
+    load.save_model(model, tmp_path / "saved")
+    assert torch.equal(logits(load_model(tmp_path / "saved")), logits(model))
     with pytest.raises((KeyError, ValueError)):  # never RoPE attention in silence
-        transformers.AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=False)
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=False)
     torch.save(TOKENS, tmp_path / "tokens")
-    variables = dict(PYTHONPATH="", HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
-    python("-c", LOAD, saved, tmp_path / "tokens", out, cwd=tmp_path, timeout=600, **variables)
-    found, rounded, new = torch.load(out)
+    run_elsewhere(tmp_path, LOAD, "saved", "tokens", "out")
+    found, rounded, new = torch.load(tmp_path / "out")
     assert_near(found, logits(model), 3e-5)
     assert 0 < (rounded - found).abs().max() < 0.15 * found.abs().max()
     assert torch.equal(new, model.generate(TOKENS, max_new_tokens=5, **GREEDY))
@@ -190,23 +189,21 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("fields, word", [(dict(model_type="gpt2"), "gpt2"), (dict(num_hidden_layers=3), "layers.2")])
-def test_bad_configurations(folder, fields, word):
+@pytest.mark.parametrize("fields, place, word", [
+    (dict(model_type="gpt2"), "", "gpt2"), (dict(num_hidden_layers=3), "", "layers.2"),
+    ({}, "model.gguf", "docs/huggingface.md"),
+])
+def test_bad_configurations_and_gguf_files(folder, fields, place, word):
     update_json(folder / "config.json", **fields)
+    write_files(folder, {"model.gguf": "GGUF"})
     with refuses(word):
-        load_model(folder)
-
-
-def test_a_gguf_file_is_refused(tmp_path):
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with refuses("docs/huggingface.md"):
-        load_model(tmp_path / "model.gguf")
+        load_model(folder / place)
 
 
 def test_no_code_of_a_folder_is_run(folder, tmp_path):
     sprung = tmp_path / "sprung"
-    for name in ("modeling_trap.py", "configuration_trap.py"):
-        (folder / name).write_text(f"open({str(sprung)!r}, 'w')\nclass Any: pass\n")
+    code = f"open({str(sprung)!r}, 'w')\nclass Any: pass\n"
+    write_files(folder, {"modeling_trap.py": code, "configuration_trap.py": code})
     auto = dict(AutoConfig="configuration_trap.Any", AutoModelForCausalLM="modeling_trap.Any")
     trap = "someone/trap"
     update_json(folder / "config.json", auto_map=auto, _attn_implementation=trap, attn_implementation=trap)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import refuses
+from commands import refuses, table, write_files
 from numpy.testing import assert_array_equal
 from test_text import make_documents, write_lines
 from test_train import write_shards
@@ -50,14 +50,13 @@ def split_haystack(tokens, known, eot):
 def take_needles_out(example, tokenizer):
     """Return the haystack, and the position of each needle in it."""
     tokens = example.tokens[: example.response_start - len(tokenizer.encode("\n"))].tolist()
-    gaps, removed = [], 0
+    gaps, length = [], len(tokens)
     for city, number, position in zip(example.cities, example.numbers, example.positions):
         needle = tokenizer.encode(needle_text(city, number))
-        gap = position - removed
-        assert tokens[gap : gap + len(needle)] == needle
-        del tokens[gap : gap + len(needle)]
-        removed += len(needle)
-        gaps.append(gap)
+        gaps.append(position - length + len(tokens))  # the needles before are gone
+        place = slice(gaps[-1], gaps[-1] + len(needle))
+        assert tokens[place] == needle
+        del tokens[place]
     return tokens, gaps
 
 
@@ -74,22 +73,20 @@ def test_documents_of_shards_are_the_ones_that_were_prepared(data):
 
 
 def test_documents_of_c4_are_the_lines_of_its_file(tmp_path, data):
-    path = tmp_path / C4_FILES["val"]
-    path.parent.mkdir()
-    path.write_bytes(gzip.compress((data.folder / "tales.jsonl").read_bytes()))
+    write_files(tmp_path, {C4_FILES["val"]: gzip.compress((data.folder / "tales.jsonl").read_bytes())})
     assert texts(Haystack.from_c4(tmp_path, "val", data.tokenizer), data.tokenizer) == make_documents(400)
 
 
 def test_sample_is_distinct_documents_with_the_last_one_cut(data):
     known = documents(data.train)
-    tokens = data.train.sample(4321, np.random.default_rng(1))
+    rng, total = np.random.default_rng(1), sum(map(len, known))
+    tokens = data.train.sample(4321, rng)
     indices = split_haystack(tokens, known, data.tokenizer.eot)
     assert len(tokens) == 4321
     assert len(set(indices)) == len(indices) > 20 and indices != sorted(indices)
-    total = sum(map(len, known))
-    assert len(data.train.sample(total, np.random.default_rng(0))) == total
+    assert len(data.train.sample(total, rng)) == total
     with refuses(f"{total} of {total + 1} tokens"):
-        data.train.sample(total + 1, np.random.default_rng(0))
+        data.train.sample(total + 1, rng)
 
 
 def test_documents_are_drawn_evenly():
@@ -115,8 +112,8 @@ def test_an_example_depends_on_seed_split_length_and_index_alone(data):
 
     again = Haystack.from_shards(data.folder, "train", data.tokenizer)
     assert make(again, index=5) == make(index=5)
-    changes = {}, dict(haystack=data.val), dict(length=501), dict(seed=1), dict(index=1)
-    assert len({str(make(**change)[-30:]) for change in changes}) == 5
+    examples = make(), make(data.val), make(length=501), make(seed=1), make(index=1)
+    assert len({str(example[-30:]) for example in examples}) == 5
 
 
 @pytest.mark.parametrize("length", [211, 1000, 4096])
@@ -157,15 +154,15 @@ def test_places_numbers_and_the_69_cities_are_uniform(data):
         assert_uniform(np.bincount(drawn, minlength=count))
 
 
-@pytest.mark.parametrize("text, right", [
-    ("Oslo=1234567;Cape Town=7654321;Lima=1000000", "111"),
-    ("Oslo=1234567;Cape Town=7654321;Lima=1000000<eot>;Rome=1", "111"),
-    ("Oslo=1234567;Cape Town=7654321<eot>;Lima=1000000", "110"),
-    ("Cape Town=7654321;Oslo=1234567;Lima=1000000", "001"),
-    ("Oslo=1234568;Cape=7654321;Lima=1000000", "001"),
-    ("Oslo=12345678;Cape Town=765432;lima=1000000", "000"),
-    ("Oslo=1234567Cape Town=7654321;Lima=1000000", "000"),
-])
+@table("text, right", """
+    Oslo=1234567;Cape Town=7654321;Lima=1000000             | 111
+    Oslo=1234567;Cape Town=7654321;Lima=1000000<eot>;Rome=1 | 111
+    Oslo=1234567;Cape Town=7654321<eot>;Lima=1000000        | 110
+    Cape Town=7654321;Oslo=1234567;Lima=1000000             | 001
+    Oslo=1234568;Cape=7654321;Lima=1000000                  | 001
+    Oslo=12345678;Cape Town=765432;lima=1000000             | 000
+    Oslo=1234567Cape Town=7654321;Lima=1000000              | 000
+""")
 def test_score(text, right):
     numbers = 1234567, 7654321, 1000000
     example = Example(np.zeros(1), 0, cities=("Oslo", "Cape Town", "Lima"), numbers=numbers, positions=(0, 1, 2))

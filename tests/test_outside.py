@@ -1,19 +1,16 @@
 """A run asks nothing of the world around it, keeps keys to itself, and trains every configuration or refuses it."""
 
-import contextlib
-import io
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, exit_code, here, python
+from commands import ROOT, exit_code, one_error, python, table, write_files
 from test_methods import NAMES
-from test_train import arguments, make_data
+from test_train import arguments, make_data, steps_and_validations
 from wandb_stand_in import StandIn
 
 import train_gpt
@@ -64,43 +61,36 @@ KEYS = dict(WANDB_API_KEY="5ec7e7" * 6 + "5ec7", HF_TOKEN="hf_5ecretOfTheHub", A
 
 def guarded(folder: Path, *command) -> set[Path]:
     """Run Python without network and standard input. Return the files that it wrote outside of the allowed places."""
-    places = [folder / name for name in ("runs", "temporary", "home/.cache/scale_invariant_attention")]
-    for place in (*places[:2], folder / "guard", folder / "home"):
-        place.mkdir(exist_ok=True)
-    (folder / "guard" / "sitecustomize.py").write_text(GUARD)
-    log = folder / "guard" / "log"
-    log.unlink(missing_ok=True)
+    folder = folder.resolve()
+    files = {"guard/sitecustomize.py": GUARD, "guard/log": ""}
+    write_files(folder, files | dict.fromkeys(["runs/.x", "temporary/.x", "home/.x"], ""))
     kept = "PATH LD_LIBRARY_PATH LANG VIRTUAL_ENV".split()
     environment = KEYS | {name: os.environ[name] for name in kept if name in os.environ}
     folders = dict(PYTHONPATH="guard", GUARD_LOG="guard/log", TMPDIR="temporary", HOME="home")
-    environment |= {name: str(folder / path) for name, path in folders.items()}
+    environment |= {name: f"{folder}/{path}" for name, path in folders.items()}
     options = dict(cwd=ROOT, env=environment, timeout=300, text=True, stdin=subprocess.DEVNULL, capture_output=True)
     done = subprocess.run([sys.executable, *map(str, command)], **options)
-    written = log.read_text().splitlines()
+    written = (folder / "guard/log").read_text().splitlines()
     calls = [line for line in written if line.startswith("NETWORK")]
     assert done.returncode == 0 and not calls and written, (calls, done.stdout[-2000:], done.stderr[-3000:])
-    may = [*(place.resolve() for place in places), Path("/dev"), Path("/proc/self")]
-    outside = {path for path in map(Path, written) if not any(path.is_relative_to(place) for place in may)}
-    making = {path for path in outside if places[2].resolve().is_relative_to(path)}  # the folders of the cache
-    return {path for path in outside - making if "__pycache__" not in path.parts}  # Python's, beside each source file
+    cache = folder / "home/.cache/scale_invariant_attention"
+    may = f"{folder}/runs/", f"{folder}/temporary/", f"{cache}/", "/dev/", "/proc/self/"
+    outside = {path for path in map(Path, written) if not f"{path}/".startswith(may)}
+    outside -= {*cache.parents}
+    return {path for path in outside if "__pycache__" not in path.parts}  # Python's, beside each source file
 
 
 @pytest.mark.slow
 @pytest.mark.promise(*OUTSIDE)
 def test_nothing_is_written_outside_nobody_is_called_and_keys_reach_no_file(data, tmp_path, faults):
-    (tmp_path / "file").write_text("")
     code = f"open({str(tmp_path / 'elsewhere')!r}, 'w')"
     assert guarded(tmp_path, "-c", code) == {(tmp_path / "elsewhere").resolve()}  # the guard sees it
     more = "--steps 4 --cooldown_steps 0 --val_every 2 --save_every 2 --wandb offline"
-    commands = [
-        ["train_gpt.py", *arguments(data, tmp_path / "runs", more)],
-        ["-m", "scripts.evaluate", tmp_path / "runs" / "run"],
-        ["-m", "data.shards", "verify", data],
-    ]
-    for command in commands:
+    train = "train_gpt.py", *arguments(data, tmp_path / "runs", more)
+    for command in train, f"-m scripts.evaluate {tmp_path}/runs/run".split(), f"-m data.shards verify {data}".split():
         with faults("commands alone"):
             assert guarded(tmp_path, *command) == set(), command[:3]
-    files = [p for place in ("runs", "temporary", "home") for p in (tmp_path / place).rglob("*") if p.is_file()]
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and "guard" not in path.parts]
     assert {".wandb", ".txt", ".pt", ".jsonl"} <= {path.suffix for path in files}
     assert not [path for path in files if any(key.encode() in path.read_bytes() for key in KEYS.values())]
 
@@ -122,61 +112,68 @@ def place(tmp_path_factory):
         yield folder
 
 
-def outcome_of(more: list[str], place: Path) -> str:
-    """"trained", "refused" (nothing is left behind), or "stopped" at a step that is not finite."""
-    argv = [*arguments("data", "runs", "--steps 2 --cooldown_steps 0"), *more]
-    before, errors = {*place.rglob("*")}, io.StringIO()
-    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-        code = exit_code(lambda argv: here(train_gpt.main, *argv), argv)
-    files = {path.name: path for path in {*place.rglob("*")} - before}
-    shown = more, code, errors.getvalue(), files
-    try:
-        if code == 0:
-            assert [r["step"] for r in read_metrics(files["metrics.jsonl"]) if "lr" in r] == [1, 2], shown
-            return "trained"
-        assert code == 2 and re.fullmatch(r"error: [^\n]+\n", errors.getvalue()), shown
-        if "metrics.jsonl" in files:
-            return "stopped"
-        assert files.keys() <= {"runs"}, shown
-        return "refused"
-    finally:
-        shutil.rmtree(place / "runs", ignore_errors=True)
+@pytest.fixture
+def outcome_of(place, capsys):
+    """Return a function from fields to "trained", "refused" (leaves nothing) or "stopped" (at a nonfinite step)."""
+
+    def outcome_of(more):
+        before = {*place.rglob("*")}
+        argv = [*arguments("data", "runs", "--steps 2 --cooldown_steps 0"), *more]
+        try:
+            code = exit_code(train_gpt.main, argv)
+            files = {path.name: path for path in {*place.rglob("*")} - before}
+            if code == 0:
+                steps, _ = steps_and_validations(files["metrics.jsonl"].parent)
+                assert [r["step"] for r in steps] == [1, 2], more
+                return "trained"
+            assert code == 2 and one_error(capsys), more
+            if "metrics.jsonl" in files:
+                return "stopped"
+            assert files.keys() <= {"runs"}, more
+            return "refused"
+        finally:
+            shutil.rmtree(place / "runs", ignore_errors=True)
+            capsys.readouterr()
+
+    return outcome_of
 
 
 @pytest.mark.promise(*CONFIGS)
-@pytest.mark.parametrize("more", [
-    "--seed 18446744073709551616", "--keep " + "9" * 400, "--timeout 1e300", "--name " + "x" * 300, "--muon_lr 1e300",
-    "--vocab_size 9223372036854775807", "--model_dim 9223372036854775804", "--num_layers 10000000000",
-    "--batch_tokens 2000000000000", "--wandb online", "--validate_as yarn", "--attention_backend fast",
-    "--method rope --method_options num_heads 3",
-    "--method rope --method_options position_scale 0.5",
-    "--method yarn --method_options base 1e-320",
-    "--method rope_ntk --method_options stretch 1e300",
-    "--method alibi --method_options slopes inf",
-    "--method logn_rope --method_options init 1e39",
-    "--method scale_invariant_rope --method_options tau 1e-320",
-])
-def test_impossible_fields_are_refused_in_one_line_and_leave_nothing(more, place, faults, monkeypatch):
+@table("more, outcome", """
+    --seed 18446744073709551616         | refused
+    --keep 1{zeros}                     | refused
+    --timeout 1e300                     | refused
+    --name 1{zeros}                     | refused
+    --muon_lr 1e300                     | refused
+    --vocab_size 9223372036854775807    | refused
+    --model_dim 9223372036854775804     | refused
+    --num_layers 10000000000            | refused
+    --batch_tokens 2000000000000        | refused
+    --wandb online                      | refused
+    --validate_as yarn                  | refused
+    --attention_backend fast            | refused
+    --method rope --method_options num_heads 3                                         | refused
+    --method rope --method_options position_scale 0.5                                  | refused
+    --method yarn --method_options base 1e-320                                         | refused
+    --method rope_ntk --method_options stretch 1e300                                   | refused
+    --method alibi --method_options slopes inf                                         | refused
+    --method logn_rope --method_options init 1e39                                      | refused
+    --method scale_invariant_rope --method_options tau 1e-320                          | refused
+    --num_heads 1 --train_length 1 --batch_tokens 3 --val_lengths 1 2 --val_tokens 2   | trained
+    --method rope --method_options base 18446744073709551616                           | trained
+    --head_lr 1e38                                                                     | stopped
+""")
+def test_impossible_fields_are_refused_and_extreme_ones_are_not(more, outcome, outcome_of, faults, monkeypatch):
     if "online" in more:  # with a key that wandb's client refuses
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setenv("WANDB_API_KEY", "short")
     with faults("configurations"):
-        assert outcome_of(more.split(), place) == "refused"
-
-
-@pytest.mark.promise(*CONFIGS)
-@pytest.mark.parametrize("more, outcome", [
-    ("--num_heads 1 --train_length 1 --batch_tokens 3 --val_lengths 1 2 --val_tokens 2", "trained"),
-    ("--method rope --method_options base 18446744073709551616", "trained"), ("--head_lr 1e38", "stopped"),
-])
-def test_the_smallest_shape_and_huge_values(more, outcome, place, faults):
-    with faults("configurations"):
-        assert outcome_of(more.split(), place) == outcome
+        assert outcome_of(more.format(zeros="0" * 400).split()) == outcome
 
 
 @pytest.mark.slow
 @pytest.mark.promise(*CONFIGS)
-def test_every_configuration_trains_or_is_refused_in_one_line(place, faults, long):
+def test_every_configuration_trains_or_is_refused_in_one_line(outcome_of, faults, long):
     rng, outcomes = random.Random(None if long else 0), set()
     fields = [name for name in Config.__dataclass_fields__ if name not in ("wandb", "compile", "device", "runs_dir")]
     for _ in range(400 if long else 40):
@@ -186,7 +183,7 @@ def test_every_configuration_trains_or_is_refused_in_one_line(place, faults, lon
             if not (field in SIZES and len(value) > 3 and value.isdigit()):  # that only costs memory or hours
                 more += [f"--{field}", *value.split(" ")]
         with faults("configurations"):
-            outcomes.add(outcome_of(more, place))
+            outcomes.add(outcome_of(more))
     assert {"trained", "refused"} <= outcomes
 
 

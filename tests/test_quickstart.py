@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import ROOT, exit_code, one_error, read_json, update_json
+from commands import ROOT, exit_code, names, one_error, read_json, update_json, write_files
+from test_text import make_documents, write_lines
 from tiny_run import sweeps_in_this_process
 
 from configs.presets import quickstart
 from data import python_source
 from data.shards import open_split, read_manifest
-from data.text import load_tokenizer
+from data.text import load_tokenizer, prepare
 from scripts import quickstart as script
 
 TINY = "--steps 10 --cooldown_steps 1 --length_schedule 32 2 64 2 --val_tokens 4096 --val_copy_gaps 32 128"
@@ -28,17 +29,14 @@ def test_help_installs_nothing(tmp_path, name):
     environment, command = os.environ | dict(PYTHON="/no/python"), ["bash", f"scripts/{name}.sh", "quick", "--help"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and f"scripts/{name}.sh" in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["scripts"]
+    assert names(tmp_path) == ["scripts"]
 
 
 @pytest.mark.parametrize("text, documents, share", [("taught", 62, 0.5), ("mini", 120, None), ("far", 62, 0)])
 def test_text_and_tokenizer_come_from_this_machine(text, documents, share, tmp_path, monkeypatch, capsys):
-    names = [name.format(i) for i in range(60) for name in ("lib/module_{}.py", "lib/package_{}/sub.py")]
-    names += "torch/a.py lib/test/wrong.py lib/package_1/tests/wrong.py lib/site-packages/wrong.py".split()
-    for name in names:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"# {name}\n" + f"def f(x):\n    return x + {len(name)}\n" * 20)
+    files = [name.format(i) for i in range(60) for name in ("lib/module_{}.py", "lib/package_{}/sub.py")]
+    files += "torch/a.py lib/test/wrong.py lib/package_1/tests/wrong.py lib/site-packages/wrong.py".split()
+    write_files(tmp_path, {name: f"# {name}\n" + f"def f(x):\n    return x + {len(name)}\n" * 20 for name in files})
     torch = SimpleNamespace(submodule_search_locations=[tmp_path / "torch"])
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: torch)
@@ -55,52 +53,50 @@ def test_text_and_tokenizer_come_from_this_machine(text, documents, share, tmp_p
 
 @pytest.fixture(scope="module")
 def books(tmp_path_factory):
-    folder, random = tmp_path_factory.mktemp("quickstart") / "My Books", np.random.default_rng(0)
-    folder.mkdir()
-    words = ["".join(word) for word in random.choice([*"abcdefghijklmnop"], size=(800, 5))]
-    for i in range(200):
-        (folder / f"{i}.txt").write_text(" ".join(random.choice(words, size=300)))
+    folder = tmp_path_factory.mktemp("quickstart")
+    write_lines(folder / "books.jsonl", make_documents(3000))
     rows = python_source.ROW_LENGTHS
-    python_source.prepare([folder], folder.parent / "data", "bpe:1024", copy_rows=0.5, row_lengths=rows)
+    prepare([folder / "books.jsonl"], folder / "data", "bpe:1024", copy_rows=0.5, row_lengths=rows)
     return folder
 
 
-def run(books, *more):
+def run(books, more=""):
     """Return the exit code of the quickstart on these books."""
-    folder = books.parent
-    return exit_code(script.main, ["--runs-dir", folder / "runs", "--data_dir", folder / "data", *TINY.split(), *more])
+    return exit_code(script.main, f"--runs-dir {books}/runs --data_dir {books}/data {TINY} {more}".split())
 
 
 @pytest.mark.slow
 def test_a_short_quickstart_trains_every_method_and_repeats_nothing(books, capsys):
     with sweeps_in_this_process():
         assert run(books) == 0
-    runs = books.parent / "runs"
+    runs = books / "runs"
     rows = [line for line in (runs / "quickstart.md").read_text().splitlines() if line.startswith("|")]
     assert "\n".join(rows) in capsys.readouterr().out
-    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows[2:]]
-    assert [row[0] for row in cells] == list(script.METHODS)
+    cells = [re.findall(r"[^|\s][^|]*[^|\s]", row) for row in rows[2:]]
+    assert [row[0] for row in cells] == [*script.METHODS]
     assert (runs / "quickstart.png").stat().st_size > 10_000
-    folders = sorted(path for path in runs.iterdir() if path.is_dir())
-    alibi = folders[0]
+    alibi, other, *_ = folders = sorted(path for path in runs.iterdir() if path.is_dir())
     assert read_json(alibi / "config.json")["method_options"] == {"slope_scale": 4.0}
     assert "copy rows fit other sequences" in (alibi / "log.txt").read_text()  # the rows fit 1,000 steps
     summary = read_json(alibi / "summary.json")
     losses = [f"{loss:.3f}" for loss in summary["val_loss"].values()]
     assert cells[2] == ["ALiBi", *losses, f"{summary['copy_gain']['random']['128']:.1f}"]
 
-    before = [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders]
+    def times():
+        return [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders]
+
+    before = times()
     assert run(books) == 0
-    update_json(folders[1] / "summary.json", data="0123")  # of a run on another text
+    update_json(other / "summary.json", data="0123")  # of a run on another text
     capsys.readouterr()
     assert run(books) == 2 and "data" in one_error(capsys)
-    assert [(folder / "metrics.jsonl").stat().st_mtime_ns for folder in folders] == before
+    assert times() == before
 
 
 def test_wrong_input_is_refused(books, tmp_path):
-    assert run(books, "--muon_rl", "5") == run(books, "--method", "fox") == 2
-    python_source.prepare([books], tmp_path / "plain", "bpe:384", val_fraction=0.2, name="text")
-    assert run(books, "--data_dir", tmp_path / "plain") == 2  # without copy rows
+    prepare([books / "books.jsonl"], tmp_path / "plain", "bpe:384", val_fraction=0.2, name="text")
+    for more in ("--muon_rl 5", "--method fox", f"--data_dir {tmp_path}/plain"):  # the last has no copy rows
+        assert run(books, more) == 2
 
 
 def test_the_rows_of_the_text_follow_the_schedule():

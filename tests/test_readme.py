@@ -4,12 +4,10 @@ import itertools
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
-import sys
 
 import pytest
-from commands import ROOT, python, read_json
+from commands import ROOT, python, read_json, succeeds, write_files
 from test_train import arguments, make_data
 from torch.distributed.run import get_args_parser
 
@@ -35,11 +33,9 @@ def test_the_map_is_the_tree_on_disk():
     named, folder = set(), ""
     for line in tree.splitlines():
         indent, names = re.match(r"( *)([\w./-]+(?:, [\w./-]+)*)", line).groups()
+        named |= {(folder if indent else "") + name for name in names.split(", ")}
         if not indent:
-            folder = ""
-        named |= {folder + name for name in names.split(", ")}
-        if not indent and names.endswith("/"):
-            folder = names
+            folder = names if names.endswith("/") else ""
     for name in named:
         assert (ROOT / name).exists() and (ROOT / name).is_dir() == name.endswith("/"), name
     top = {re.sub("/.*", "/", name) for name in tracked_files() if not name.startswith((".", "README.md"))}
@@ -55,14 +51,13 @@ def test_links_lead_somewhere_and_every_page_is_linked():
             if anchor:
                 titles = re.findall(r"^#+ (.*)", target.read_text().lower(), re.MULTILINE)
                 assert anchor in [re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles], link
-            if page.name == "README.md":
-                linked.add(target)
-    assert {ROOT / name for name in DOCS} <= linked
+            linked.add((page.name, target))
+    assert {("README.md", ROOT / name) for name in DOCS} <= linked
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, of a module that other tests imported
 @pytest.mark.parametrize("line", COMMANDS)
-def test_commands_are_understood(line, capsys, monkeypatch):
+def test_commands_are_understood(line, capsys):
     """Training commands pass read_config. For the others, --help knows the command and every option."""
     program, *argv = shlex.split(line)
     if program == "bash":
@@ -71,21 +66,18 @@ def test_commands_are_understood(line, capsys, monkeypatch):
     if program == "torchrun":
         given = get_args_parser().parse_args(argv)
         argv = ["-m"] * given.module + [given.training_script, *given.training_script_args]
-    if argv[0] == "train_gpt.py":
+    start, *argv = argv
+    if start == "train_gpt.py":
         if "--help" not in argv:
-            read_run(argv[1:])
+            read_run(argv)
         return
-    assert argv[0] == "-m"
+    assert start == "-m"
     options = {word for word in argv if word.startswith("--")}
-    words = itertools.takewhile(lambda word: word not in options, argv[1:])
-    command = [*words, "--help"]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-    output = capsys.readouterr()
-    assert not end.value.code, output.err
-    known = {*re.findall(r"--[\w-]+", output.out)}
-    if "fields" in output.out.lower():
+    module, *words = itertools.takewhile(lambda word: word not in options, argv)
+    succeeds(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True), *words, "--help")
+    output = capsys.readouterr().out
+    known = {*re.findall(r"--[\w-]+", output)}
+    if "fields" in output.lower():
         known |= {f"--{name}" for name in Config.__dataclass_fields__}
     assert options <= known
 
@@ -104,21 +96,18 @@ def test_shell_scripts_of_the_pages_are_understood():
 @pytest.mark.slow
 def test_its_example_of_a_method_trains(tmp_path):
     """The method is added to a copy of the tree, as in the README."""
-    for name in tracked_files():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, tmp_path / name)
+    write_files(tmp_path, {name: (ROOT / name).read_bytes() for name in tracked_files()})
     recipe = r"`(model/methods/\w+\.py)`:\n\n```python\n(.*?)```\n\nand [^\n]*? of `(.*?)`:\n\n```python\n(.*?)```\n"
     path, mechanism, table, lines = re.search(recipe, README, re.DOTALL).groups()
-    (tmp_path / path).write_text(mechanism)
-    text = (tmp_path / table).read_text()
+    text = (ROOT / table).read_text()
     for before, line in zip(("from model.methods.logn ", '    "rope": RoPE,\n'), lines.splitlines(keepends=True)):
         assert text.count(before) == 1
         text = text.replace(before, line + before)
-    (tmp_path / table).write_text(text)
+    write_files(tmp_path, {path: mechanism, table: text})
     options = re.search(r"Now `(--method .*?)` trains", README)[1].split()
     make_data(tmp_path / "text")
     argv = arguments(tmp_path / "text", "runs", "--steps 1 --cooldown_steps 0")
-    python("train_gpt.py", *argv, *options, cwd=tmp_path, timeout=None)
+    python("train_gpt.py", *argv, *options, cwd=tmp_path, timeout=None, PYTHONPATH="")
     config = read_json(tmp_path / "runs/run/config.json")
     assert (config["method"], config["method_options"]) == ("p_rope+root", {"slope": 2})
 

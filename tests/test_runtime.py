@@ -4,14 +4,15 @@ import os
 import random
 import subprocess
 import sys
-from types import SimpleNamespace
+from contextlib import closing
+from unittest.mock import Mock, call
 
 import pytest
 import torch
-from commands import ROOT, python, read_json, refuses
+from commands import ROOT, names, python, read_json, refuses, table, write_files
+from test_data import flip
 
 from configs.config import Config
-from errors import UserError
 from files import append, replace_file
 from runtime.build import compile_model
 from runtime.checkpoint import DamagedCheckpoint, latest_checkpoint, load_checkpoint, load_newest, save_checkpoint
@@ -24,17 +25,13 @@ CPU = torch.device("cpu")
 CORRUPTION = (12, "flipped bits in checkpoints and in the memory of a rank are found")
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
 # ---- processes
 
 
 def test_without_a_gpu_cuda_is_refused_and_auto_is_the_cpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert start_processes("auto") == start_processes("cpu") == World(0, 1, CPU)
-    with pytest.raises(ValueError, match="--device cpu"):
+    with refuses("--device cpu"):
         start_processes("cuda")
 
 
@@ -43,35 +40,35 @@ def test_ranks_that_cannot_all_compile_are_refused():
         def gather(self, value):
             return [value, "off, as it lacks a compiler", "on"]
 
-    with pytest.raises(UserError, match="rank 2"):
-        compile_model(SimpleNamespace(), Config(compile="off"), Mixed(0, 3, CPU))
+    with refuses("rank 2"):
+        compile_model(Mock(), Config(compile="off"), Mixed(0, 3, CPU))
 
 
 @pytest.mark.parametrize("setting", [{}, dict(PYTORCH_CUDA_ALLOC_CONF="x:y", TORCHINDUCTOR_COMPILE_THREADS="7")])
 def test_a_rank_binds_its_gpu_and_keeps_the_settings_of_the_user(setting, monkeypatch):
-    groups, allocator = [], []
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCHINDUCTOR_COMPILE_THREADS"):
-        monkeypatch.delenv(name, raising=False)
+    kept = os.environ.keys() - {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCHINDUCTOR_COMPILE_THREADS"}
     torchrun = dict(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4", TRITON_DEFAULT_FP_FUSION="1")
     torchrun |= dict(MASTER_ADDR="node1", MASTER_PORT="29500")
-    for name, value in (torchrun | setting).items():
-        monkeypatch.setenv(name, value)
-    for name, stand_in in {
-        "os.cpu_count": lambda: 48,
-        "torch.cuda.device_count": lambda: 4,
-        "torch.cuda.set_device": id,
-        "torch._C._accelerator_setAllocatorSettings": allocator.append,
-        "torch.distributed.rendezvous": lambda *_, **__: iter([(None, 5, 8)]),
-        "torch.distributed.init_process_group": lambda *_, **fields: groups.append(fields),
-        "runtime.processes.prefer_fast_sdpa": id,
-        "runtime.processes.choose_ptxas": id,
-    }.items():
+    monkeypatch.setattr(os, "environ", {name: os.environ[name] for name in kept} | torchrun | setting)
+    stand_ins = {
+        "os.cpu_count": Mock(return_value=48),
+        "torch.cuda.device_count": Mock(return_value=4),
+        "torch.cuda.set_device": Mock(),
+        "torch._C._accelerator_setAllocatorSettings": Mock(),
+        "torch.distributed.rendezvous": Mock(return_value=iter([(None, 5, 8)])),
+        "torch.distributed.init_process_group": Mock(),
+        "runtime.processes.prefer_fast_sdpa": Mock(),
+        "runtime.processes.choose_ptxas": Mock(),
+    }
+    for name, stand_in in stand_ins.items():
         monkeypatch.setattr(name, stand_in)
+    _, _, device, allocator, _, group, *_ = stand_ins.values()
     with torch._inductor.config.patch(compile_threads=5):
         world = start_processes("auto")
         assert torch._inductor.config.compile_threads == (5 if setting else 12)
-    assert world == World(5, 8, torch.device("cuda", 1)) and groups[0]["device_id"] == world.device
-    assert allocator == ([] if setting else ["expandable_segments:True"])
+    assert world == World(5, 8, torch.device("cuda", 1)) and group.call_args.kwargs["device_id"] == world.device
+    device.assert_called_once_with(world.device)
+    assert allocator.call_args_list == ([] if setting else [call("expandable_segments:True")])
 
 
 # ---- run folder and files
@@ -79,10 +76,9 @@ def test_a_rank_binds_its_gpu_and_keeps_the_settings_of_the_user(setting, monkey
 
 def test_a_folder_is_made_once_and_taken_again_by_resume(tmp_path):
     runs = tmp_path / "runs"
-    folder = RunFolder(runs, "x", resume="auto")
-    folder.write_json("config.json", {"lr": 0.02})
-    folder.log("step 1")
-    folder.close()
+    with closing(RunFolder(runs, "x", resume="auto")) as folder:
+        folder.write_json("config.json", {"lr": 0.02})
+        folder.log("step 1")
     assert names(folder.path) == ["checkpoints", "config.json", "lock", "log.txt"]
     assert read_json(folder.path / "config.json") == {"lr": 0.02}
     RunFolder(runs, "x").close()  # no step is lost
@@ -118,29 +114,26 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
-    path = tmp_path / "summary.json"
-    path.write_text("old")
+    path = write_files(tmp_path, {"summary.json": "old"}) / "summary.json"
 
     def fill_disk(file):
         file.write(bytes(1000))
         raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space left"):
+    with refuses("no space left", error=OSError):
         replace_file(path, fill_disk)
     assert names(tmp_path) == ["summary.json"] and path.read_text() == "old"
 
 
 def test_a_link_is_replaced_and_never_followed(tmp_path):
-    target, folder = tmp_path / "target", tmp_path / "folder"
-    folder.mkdir()
-    target.write_text("precious")
-    for name in ("log.txt", "config.json", "config.json.partial"):
-        (folder / name).symlink_to(target)
-    with pytest.raises(OSError, match="log.txt"):
-        append(folder / "log.txt", "a line")
-    replace_file(folder / "config.json", lambda file: file.write(b"{}"))
-    assert (folder / "config.json").read_text() == "{}" and not (folder / "config.json").is_symlink()
-    assert target.read_text() == "precious"
+    target = write_files(tmp_path, {"target": "precious"}) / "target"
+    log, config, partial = (tmp_path / name for name in ("log.txt", "config.json", "config.json.partial"))
+    for link in (log, config, partial):
+        link.symlink_to(target)
+    with refuses("log.txt", error=OSError):
+        append(log, "a line")
+    replace_file(config, lambda file: file.write(b"{}"))
+    assert config.read_text() == "{}" and not config.is_symlink() and target.read_text() == "precious"
 
 
 # ---- checkpoint
@@ -166,16 +159,14 @@ def test_only_the_newest_checkpoints_are_kept_and_the_latest_is_by_step(tmp_path
     assert {*names(tmp_path)} == {f"step_{step:06d}.pt" for step in steps[-keep:]}
 
 
-def test_the_new_checkpoint_is_on_the_disk_before_the_older_one_goes(tmp_path):
+def test_the_new_checkpoint_is_on_the_disk_before_the_older_one_goes(tmp_path, monkeypatch):
     save_checkpoint(tmp_path, 1, {}, keep=1)
-    calls = []
-    sys.setprofile(lambda frame, event, function: calls.append(function) if event == "c_call" else None)
-    try:
-        save_checkpoint(tmp_path, 2, {}, keep=1)
-    finally:
-        sys.setprofile(None)
-    order = [function.__name__ for function in calls if function in (os.fsync, os.replace, os.unlink)]
-    assert order == ["fsync", "replace", "fsync", "unlink"]
+    calls = Mock()
+    for name in ("fsync", "replace", "unlink"):
+        calls.attach_mock(Mock(wraps=getattr(os, name)), name)
+        monkeypatch.setattr(os, name, getattr(calls, name))
+    save_checkpoint(tmp_path, 2, {}, keep=1)
+    assert [name for name, *_ in calls.mock_calls] == ["fsync", "replace", "fsync", "unlink"]
 
 
 STATE = dict(model=torch.arange(50.0), config=dict(name="x", lr=0.1), rng=[b"ab"])
@@ -185,19 +176,19 @@ STATE = dict(model=torch.arange(50.0), config=dict(name="x", lr=0.1), rng=[b"ab"
 def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found(faults, long, tmp_path):
     """Bits are in data, pickle, checksum, and the archive's headers, index and padding. A missing end is found too."""
     path = save_checkpoint(tmp_path, 3, STATE)
-    content, rng = bytearray(path.read_bytes()), random.Random(4)
-    for place in range(len(content)) if long else rng.sample(range(len(content)), 300):
-        for bit in range(8) if long else [rng.randrange(8)]:
-            with faults("flipped bit in a checkpoint"):
-                content[place] ^= 1 << bit
-                path.write_bytes(content)
-                with refuses(path.name, error=DamagedCheckpoint):
-                    load_checkpoint(path)
-                content[place] ^= 1 << bit
-    for size in (0, 20, len(content) // 2, len(content) - 1):
-        path.write_bytes(content[:size])
+    content = path.read_bytes()
+
+    def assert_found(damaged):
+        path.write_bytes(damaged)
         with refuses(path.name, error=DamagedCheckpoint):
             load_checkpoint(path)
+
+    bits = range(8 * len(content))
+    for bit in bits if long else random.Random(4).sample(bits, 300):
+        with faults("flipped bit in a checkpoint"):
+            assert_found(flip(content, bit))
+    for size in (0, 20, len(content) // 2, len(content) - 1):
+        assert_found(content[:size])
     path.write_bytes(content)
     assert load_checkpoint(path)["config"] == STATE["config"]
 
@@ -206,7 +197,7 @@ def test_the_newest_that_is_whole_is_taken(tmp_path):
     world = World(0, 1, CPU)
     assert load_newest(tmp_path, world) == (None, {}, [])
     first, second, third = (save_checkpoint(tmp_path, step, {}, keep=3) for step in (1, 2, 3))
-    second.write_bytes(second.read_bytes()[:-1])
+    second.write_bytes(b"half")
     assert load_newest(tmp_path, world) == (third, {}, [])
     third.write_bytes(b"")
     assert load_newest(tmp_path, world) == (first, {}, [third, second])
@@ -279,13 +270,10 @@ for step in (1, 2):
 
 
 def test_online_without_a_key_records_offline_and_a_resumed_run_goes_on(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    output = python("-c", MIRRORED, folder, HOME=str(tmp_path), WANDB_CACHE_DIR=str(tmp_path)).stdout
-    ids, reports = read_json(folder / "result.json")
-    assert output.count("wandb has no API key") == 2
-    assert ids[0] and ids[0] == ids[1] and reports == "false"
-    recorded = b"".join(path.read_bytes() for path in folder.glob(f"wandb/offline-run-*/run-{ids[0]}.wandb"))
+    output = python("-c", MIRRORED, tmp_path, HOME=str(tmp_path), WANDB_CACHE_DIR=str(tmp_path)).stdout
+    (first, second), reports = read_json(tmp_path / "result.json")
+    assert output.count("wandb has no API key") == 2 and first and first == second and reports == "false"
+    recorded = b"".join(path.read_bytes() for path in tmp_path.glob(f"wandb/offline-run-*/run-{first}.wandb"))
     for text in b"val_loss/4096 3.5 4.5 tokens 2000 depth si".split():
         assert text in recorded, text
 
@@ -293,52 +281,50 @@ def test_online_without_a_key_records_offline_and_a_resumed_run_goes_on(tmp_path
 # ---- device
 
 
-@pytest.mark.parametrize("release, capability, cuda, named, chosen", [
-    ("13.99", (9, 0), "13.0", None, "newest"),
-    ("12.0", (9, 0), "13.0", None, "triton's"),
-    ("13.99", (9, 0), "12.6", None, "triton's"),  # a driver of CUDA 12 cannot load its code
-    ("13.99", (9, 0), "13.0", "/the/user/s", "/the/user/s"),
-    ("13.99", (8, 0), "13.0", None, None),
-])
-def test_hopper_gets_the_newest_ptxas(release, capability, cuda, named, chosen, tmp_path, monkeypatch):
+@table("release, major, cuda, named, chosen", """
+    13.99 | 9 | 13.0 |             | newest
+    12.0  | 9 | 13.0 |             | triton's
+    13.99 | 9 | 12.6 |             | triton's
+    13.99 | 9 | 13.0 | /the/user/s | /the/user/s
+    13.99 | 8 | 13.0 |             |
+""")
+def test_hopper_gets_the_newest_ptxas(release, major, cuda, named, chosen, tmp_path, monkeypatch):
+    """A driver of CUDA 12 cannot load the code of the newest."""
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
-    monkeypatch.setenv("TRITON_PTXAS_PATH", named or "")  # monkeypatch restores it after choose_ptxas
-    if named is None:
+    monkeypatch.setenv("TRITON_PTXAS_PATH", named)  # monkeypatch restores it after choose_ptxas
+    if not named:
         monkeypatch.delenv("TRITON_PTXAS_PATH")
     newest = tmp_path / "nvidia/cu13/bin/ptxas"
-    newest.parent.mkdir(parents=True)
-    newest.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\n")
+    write_files(tmp_path, {newest: f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.1\n"})
     newest.chmod(0o755)
     paths = {"newest": str(newest), "triton's": compiler.get_ptxas(90).path}
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr("torch.version.cuda", cuda)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (int(major), 0))
     version, path = choose_ptxas(torch.device("cuda"))
-    assert os.environ.get("TRITON_PTXAS_PATH") == paths.get(chosen, chosen)
-    tool = compiler.get_ptxas(10 * capability[0])
+    assert os.environ.get("TRITON_PTXAS_PATH", "") == paths.get(chosen, chosen)
+    tool = compiler.get_ptxas(10 * int(major))
     assert (version, path) == (tool.version, tool.path)
 
 
-@pytest.mark.parametrize("name, teraflops", [
-    ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.5), ("Tesla T4", None),
+@pytest.mark.parametrize("name, peak", [
+    ("NVIDIA H100 80GB HBM3", pytest.approx(989.4e12)), ("NVIDIA H100 PCIe", pytest.approx(756.5e12)),
+    ("Tesla T4", None),
 ])
-def test_published_peaks_by_the_name_that_torch_gives(name, teraflops, monkeypatch):
+def test_published_peaks_by_the_name_that_torch_gives(name, peak, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
     gpu = torch.device("cuda")
     assert peak_flops(CPU, torch.bfloat16) is None and peak_flops(gpu, torch.float32) is None
-    assert peak_flops(gpu, torch.bfloat16) == (teraflops and pytest.approx(teraflops * 1e12))
+    assert peak_flops(gpu, torch.bfloat16) == peak
 
 
 def test_the_commit_is_dirty_with_changed_code_and_not_with_changed_results(tmp_path):
     script = "git init; git add .; git -c user.name=a -c user.email=a@b.c commit -m all; git rev-parse HEAD"
     results = tmp_path / "results"
-    results.mkdir()
-    for path in (tmp_path / "code.py", results / "page.md"):
-        path.write_text("1")
-    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    commit = done.stdout.split()[-1]
-    (results / "page.md").write_text("2")
+    write_files(tmp_path, {"code.py": "1", "results/page.md": "1"})
+    *_, commit = subprocess.check_output(["bash", "-ec", script], cwd=tmp_path, text=True).split()
+    write_files(results, {"page.md": "2"})
     assert git_commit(tmp_path) == git_commit(results) == commit
-    (tmp_path / "code.py").write_text("2")
+    write_files(tmp_path, {"code.py": "2"})
     assert git_commit(tmp_path) == git_commit(results) == f"{commit}-dirty"
     assert git_commit(tmp_path.parent) is None

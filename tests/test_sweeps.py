@@ -1,7 +1,6 @@
 """Which runs the sweeps have: names, identities, seeds, arguments; sweeps of one's own; and wandb's sweep."""
 
 import collections
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -51,20 +50,20 @@ def test_seeds_that_are_given_are_used_everywhere(name, scale):
     seeds = collections.defaultdict(set)
     for run in sweep(name, scale, seeds=[4, 9]):
         check_options(run.config.method, run.config.method_options)
-        seeds[run.preset, str({k: v for k, v in run.changes.items() if k != "seed"})].add(run.config.seed)
+        seeds[run.preset, str(run.changes | dict(seed=None))].add(run.config.seed)
     assert seeds and all(given == {4, 9} for given in seeds.values())
 
 
 @pytest.mark.parametrize("scale", ["paper", "small", "mini"])
 def test_three_seeds_where_the_paper_has_three(scale):
     """Appendix "Seeds": every method trained at 4k on the 162M model; the rest was run once."""
-    for name, three in dict(table_losses=True, table_infini=True, figure_train_4k=True, figure_304m=False,
-                            figure_scale_invariant_variants=True, figure_train_16k=False, figure_tau=False).items():
-        assert {run.config.seed for run in sweep(name, scale)} == ({0, 1, 2} if three else {0})
-    seeds = collections.defaultdict(set)
-    for run in sweep("figure_train_lengths", scale):
-        seeds[run.preset].add(run.config.seed)
-    assert [*seeds.values()] == [{0, 1, 2}, {0}, {0}]
+    for name in "table_losses table_infini figure_train_4k figure_scale_invariant_variants".split():
+        assert {run.config.seed for run in sweep(name, scale)} == {0, 1, 2}
+    for name in "figure_304m figure_train_16k figure_tau".split():
+        assert {run.config.seed for run in sweep(name, scale)} == {0}
+    seeds = {(run.preset, run.config.seed) for run in sweep("figure_train_lengths", scale)}
+    short, middle, long = SCALES[scale].lengths
+    assert seeds == {(short, 0), (short, 1), (short, 2), (middle, 0), (long, 0)}
 
 
 def test_methods_that_train_identically_are_trained_once():
@@ -75,13 +74,16 @@ def test_methods_that_train_identically_are_trained_once():
     assert [r.config.method for r in sweep("figure_train_16k", "paper", methods=["yarn"])] == ["rope"]
 
 
+def names(name, **changes):
+    return [run.name for run in sweep(name, "mini", changes=changes)]
+
+
 def test_a_name_has_the_changed_fields_or_their_hash():
     assert Run("mini", dict(method="rope", seed=3, muon_lr=0.1, dtype="float32")).name == "mini-rope-muon_lr0.1-s3"
     lr = dict(muon_lr=0.123456789, embedding_lr=0.123456789, head_lr=0.123456789, scalar_lr=0.123456789)
-    names = [run.name for run in sweep("figure_tau", "mini", changes=lr | dict(adam_eps=1.23456789e-9))]
-    assert len(set(names)) == 6 and max(map(len, names)) < 80
-    plain = [run.name for run in sweep("table_losses", "mini")]
-    assert [run.name for run in sweep("table_losses", "mini", changes=dict(steps=640))] == plain  # as in the preset
+    long = names("figure_tau", **lr, adam_eps=1.23456789e-9)
+    assert len(set(long)) == 6 and max(map(len, long)) < 80
+    assert names("table_losses", steps=640) == names("table_losses")  # as in the preset
     for cooldown in (183, 57, 0):  # as in the preset, scaled with steps, another
         run, *_ = sweep("table_losses", "mini", changes=dict(steps=200, cooldown_steps=cooldown))
         assert (run.config.steps, run.config.cooldown_steps) == (200, cooldown)
@@ -93,30 +95,32 @@ def test_a_field_that_the_sweep_sets_itself_is_refused(field, value):
         sweep("figure_tau", "mini", changes={field: value})
 
 
-def own_sweep(**axes):
-    return lambda scale: [Run(scale.base, dict(zip(axes, values))) for values in itertools.product(*axes.values())]
+@pytest.fixture
+def own(monkeypatch):
+    """Return a function that makes a sweep of these presets and fields, and returns the names of its runs."""
+
+    def own(cases, **changes):
+        study = SimpleNamespace(SWEEPS={"own": lambda scale: [Run(*case) for case in cases]})
+        monkeypatch.setattr(sweeps, "studies", lambda: [study])
+        return names("own", **changes)
+
+    return own
 
 
-OWN = {  # a sweep, and the part that the error names
-    "preset": (lambda scale: [Run("minj", {})], "minj"),
-    "value": (own_sweep(steps=["6"]), "steps"),
-    "empty": (lambda scale: [], "own"),
-    "given": (own_sweep(muon_lr=[0.01, 0.03]), "--muon_lr"),
-}
+@pytest.mark.parametrize("cases, changes, named", [
+    ([("minj", {})], {}, "minj"),
+    ([("mini", dict(steps="6"))], {}, "steps"),
+    ([], {}, "own"),
+    ([("mini", dict(muon_lr=0.03))], dict(muon_lr=0.01), "--muon_lr"),
+])
+def test_mistakes_in_a_new_sweep_are_named(own, cases, changes, named):
+    with pytest.raises(ValueError, match=named):
+        own(cases, **changes)
 
 
-@pytest.mark.parametrize("function, names", OWN.values(), ids=OWN)
-def test_mistakes_in_a_new_sweep_are_named(monkeypatch, function, names):
-    monkeypatch.setattr(sweeps, "studies", lambda: [SimpleNamespace(SWEEPS={"own": function})])
-    with pytest.raises(ValueError, match=names):
-        sweep("own", "mini", changes=dict(muon_lr=0.01) if names == "--muon_lr" else {})
-
-
-def test_a_new_sweep_has_its_runs_once(monkeypatch):
-    function = own_sweep(method=["rope", "alibi"], muon_lr=[0.1, 0.2], dtype=["float32", "auto"])
-    monkeypatch.setattr(sweeps, "studies", lambda: [SimpleNamespace(SWEEPS={"own": function})])
-    expected = [f"mini-{method}-muon_lr{lr}-s0" for method in ("rope", "alibi") for lr in (0.1, 0.2)]
-    assert [run.name for run in sweep("own", "mini")] == expected
+def test_a_new_sweep_has_its_runs_once(own):
+    cases = [("mini", dict(method=method, dtype=dtype)) for method in ("rope", "nope") for dtype in ("auto", "float32")]
+    assert own(cases) == ["mini-rope-s0", "mini-nope-s0"]
 
 
 def test_wandb_sweep_starts_the_runs_of_the_main_table():

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import tiktoken
-from commands import fails, refuses
+from commands import exit_code, fails, refuses, succeeds, table, write_files
 from tokenizers import Tokenizer, models
 
 from data.shards import open_split, tokenizer_of
@@ -26,11 +26,10 @@ def make_documents(count, seed=0):
 
 def write_folder(folder, documents):
     """Write the documents as one-document files, a file with separators in a subfolder, and a .jsonl."""
-    (folder / "sub").mkdir(parents=True)
     third = len(documents) // 3
-    for i, text in enumerate(documents[:third]):
-        (folder / f"{i}.txt").write_text(text)
-    (folder / "sub" / "many.txt").write_text(f"\n{END_OF_TEXT}\n".join(documents[third : 2 * third]))
+    files = {f"{i}.txt": text for i, text in enumerate(documents[:third])}
+    files["sub/many.txt"] = f"\n{END_OF_TEXT}\n".join(documents[third : 2 * third])
+    write_files(folder, files)
     write_lines(folder / "crawl.jsonl", documents[2 * third :])
     return folder
 
@@ -44,9 +43,9 @@ def read_documents(data_dir, split):
     """Return the texts of a split. An end-of-text token precedes each."""
     tokenizer = load_tokenizer(data_dir)
     stream = open_split(data_dir, split, tokenizer.vocab_size)
-    text = tokenizer.decode(stream.read(0, len(stream)).tolist())
-    assert text.startswith(tokenizer.eot_text)
-    return text.split(tokenizer.eot_text)[1:]
+    nothing, *documents = tokenizer.decode(stream.read(0, len(stream)).tolist()).split(tokenizer.eot_text)
+    assert nothing == ""
+    return documents
 
 
 def both_splits(data_dir):
@@ -54,7 +53,9 @@ def both_splits(data_dir):
 
 
 def assert_documents(data_dir, expected):
-    assert sorted(sum(both_splits(data_dir), [])) == sorted(expected)
+    train, val = both_splits(data_dir)
+    assert sorted(train + val) == sorted(expected)
+    return train, val
 
 
 def shard_bytes(data_dir):
@@ -79,8 +80,7 @@ def out(tmp_path):
 
 def test_every_document_comes_back_once_in_another_order(folder):
     documents = make_documents(60)
-    train, val = both_splits(folder / "out")
-    assert sorted(train + val) == sorted(documents)
+    train, val = assert_documents(folder / "out", documents)
     assert 1 <= len(val) <= 30 and len(list((folder / "out").glob("*_train_*.bin"))) > 1
     places = list(map(documents.index, train))
     assert abs(np.corrcoef(places, range(len(places)))[0, 1]) < 0.5
@@ -111,10 +111,9 @@ def test_tokenizer_is_trained_on_the_train_split_only(folder, tmp_path, out):
 
 
 def test_strange_bytes_and_empty_documents(tmp_path, out):
-    line = f"{END_OF_TEXT}\n".encode()
-    (tmp_path / "bytes.txt").write_bytes(b"caf\xe9 \xff\n" + line + b" \n" + line + line)
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "crlf.txt").write_text(f"\ufeffone\n{END_OF_TEXT}\ntrue \ufffd\n", newline="\r\n")
+    strange = b"caf\xe9 \xff\nEOT\n \nEOT\nEOT\n".replace(b"EOT", END_OF_TEXT.encode())
+    crlf = f"\ufeffone\r\n{END_OF_TEXT}\r\ntrue \ufffd\r\n"
+    write_files(tmp_path, {"bytes.txt": strange, "empty.txt": "", "crlf.txt": crlf})
     numbers = [f"n {i}" for i in range(20)]
     write_lines(tmp_path / "a.jsonl", ["", "half \ud83d pair", *numbers])
     prepare([tmp_path], out, "bpe:300", val_fraction=0.3)
@@ -123,30 +122,25 @@ def test_strange_bytes_and_empty_documents(tmp_path, out):
 
 def test_named_files_and_field(tmp_path, out):
     texts = [f"line {i}" for i in range(20)]
-    for name in ("found.txt", "sub/packed.txt.gz", "no.md"):
-        path = tmp_path / "in" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(b"packed") if path.suffix == ".gz" else path.stem.encode())
     write_lines(tmp_path / "lines.json", texts, "body")
-    (tmp_path / "lines.json.gz").write_bytes(gzip.compress((tmp_path / "lines.json").read_bytes()))
-    (tmp_path / "note.md").write_text("a note")
-    inputs = [str(tmp_path / name) for name in ("in", "note.md", "lines.json.gz")]
-    main([*inputs, *"--field body --val-fraction 0.3 --tokenizer bpe:300 --out".split(), str(out)])
+    lines = gzip.compress((tmp_path / "lines.json").read_bytes())
+    folder = {"in/found.txt": "found", "in/sub/packed.txt.gz": gzip.compress(b"packed"), "in/no.md": "no"}
+    write_files(tmp_path, folder | {"note.md": "a note", "lines.json.gz": lines})
+    inputs = [tmp_path / name for name in ("in", "note.md", "lines.json.gz")]
+    succeeds(main, *inputs, *f"--field body --val-fraction 0.3 --tokenizer bpe:300 --out {out}".split())
     assert_documents(out, ["found", "packed", "a note", *texts])
 
 
 @pytest.mark.parametrize("count, fraction", [(1, 0.05), (1, 0.9), (3, 0.05)])
 def test_few_documents_are_cut_at_the_ends_of_lines(tmp_path, out, count, fraction):
-    novels = []
+    novels = {}
     for i in range(count):
         words = np.random.default_rng(i).choice(WORDS[:8], (400, 9))
-        novels.append("\n".join(f"{i}.{number} {' '.join(line)}" for number, line in enumerate(words)))
-        (tmp_path / f"{i}.txt").write_text(novels[i])
-    prepare([tmp_path], out, "bpe:300", val_fraction=fraction)
-    train, val = map(sorted, both_splits(out))
-    assert list(map("\n".join, zip(train, val, strict=True))) == novels
-    for novel, part in zip(novels, val):
-        assert len(part) / len(novel) == pytest.approx(fraction, rel=0.05)
+        novels[f"{i}.txt"] = "\n".join(f"{i}.{number} {' '.join(line)}" for number, line in enumerate(words))
+    prepare([write_files(tmp_path, novels)], out, "bpe:300", val_fraction=fraction)
+    for novel, train, val in zip(novels.values(), *map(sorted, both_splits(out)), strict=True):
+        assert f"{train}\n{val}" == novel
+        assert len(val) / len(novel) == pytest.approx(fraction, rel=0.05)
 
 
 def test_tokenizer_round_trip_and_special_tokens(folder):
@@ -159,8 +153,7 @@ def test_tokenizer_round_trip_and_special_tokens(folder):
 
 def test_a_long_document_has_the_tokens_that_the_library_gives_the_whole(tmp_path, out):
     text = "".join(np.random.default_rng(0).choice(SPECIAL, 3 * PIECE_CHARACTERS)).strip()
-    (tmp_path / "a.txt").write_text(text, newline="")
-    prepare([tmp_path / "a.txt"], out, "bpe:400", val_fraction=0.01)
+    prepare([write_files(tmp_path, {"a.txt": text}) / "a.txt"], out, "bpe:400", val_fraction=0.01)
     (train,) = read_documents(out, "train")
     assert text.startswith(train) and len(train) > 2 * PIECE_CHARACTERS
     expected = Tokenizer.from_file(str(out / "tokenizer.json")).encode(train).ids
@@ -180,8 +173,8 @@ def test_limits_in_a_tokenizer_file_cut_no_document(folder, tmp_path):
 
 def test_a_models_first_token_begins_each_document_and_its_files_are_kept(folder, tmp_path, out):
     trained = (folder / "out" / "tokenizer.json").read_text()
-    (tmp_path / "tokenizer.json").write_text(trained.replace(END_OF_TEXT, "<s>"))
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
+    config = {"tokenizer_config.json": '{"bos_token": {"content": "<s>"}}'}
+    write_files(tmp_path, config | {"tokenizer.json": trained.replace(END_OF_TEXT, "<s>")})
     for tokenizer in (tmp_path, out):  # of the model, and already there
         prepare_320([folder / "in"], out, tokenizer=str(tokenizer))
         assert load_tokenizer(out).eot == 0 and both_splits(out) == both_splits(folder / "out")
@@ -196,8 +189,7 @@ def test_gpt2_is_tiktokens(tmp_path, out, monkeypatch):
     ranks = {bytes([byte]): byte for byte in range(256)} | {b"li": 256, b"ne": 257}
     encoding = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 258})
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {"gpt2": encoding})
-    (tmp_path / "text.txt").write_text("one line\nof many\n" * 50)
-    prepare([tmp_path / "text.txt"], out, "gpt2")
+    prepare([write_files(tmp_path, {"text.txt": "one line\nof many\n" * 50})], out, "gpt2")
     gpt2 = load_tokenizer(out)
     assert tokenizer_of(out) == "gpt2" and not (out / "tokenizer.json").exists()
     assert gpt2.encode("a line") == [97, 32, 256, 257] and gpt2.decode([97, 32, 256, 257]) == "a line"
@@ -206,12 +198,10 @@ def test_gpt2_is_tiktokens(tmp_path, out, monkeypatch):
 
 
 def test_gpt2_without_a_network_is_refused_in_one_line(tmp_path, out, monkeypatch, capsys):
-    (tmp_path / "a.txt").write_text("text")
-    for name in "HTTPS_PROXY https_proxy ALL_PROXY all_proxy".split():
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in "NO_PROXY no_proxy".split():
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    write_files(tmp_path, {"a.txt": "text"})
+    proxies = dict.fromkeys("HTTPS_PROXY https_proxy ALL_PROXY all_proxy".split(), "http://127.0.0.1:9")
+    for name, value in (proxies | dict(NO_PROXY="", no_proxy="", TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"))).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
     fails(capsys, "TIKTOKEN_CACHE_DIR", main, tmp_path / "a.txt", "--tokenizer", "gpt2", "--out", out)
     assert not out.exists()
@@ -220,41 +210,43 @@ def test_gpt2_without_a_network_is_refused_in_one_line(tmp_path, out, monkeypatc
 @pytest.fixture(scope="module")
 def bad(folder):
     """Return a folder of files that cannot be read as text or as a tokenizer."""
-    bad = folder / "bad"
-    (bad / "empty").mkdir(parents=True)
-    Tokenizer(models.BPE()).save(str(bad / "bare.json"))  # without an end-of-text token
-    (bad / "not.json").write_text("[]")
-    (bad / "a.jsonl").write_text('{"text": "fine"}\n{"text": "cut\n')
-    (bad / "deep.jsonl").write_text('{"text": "fine"}\n' + "[" * 200_000)
-    (bad / "a.parquet").write_bytes(b"PAR1\0\0")
-    (bad / "cut.txt.gz").write_bytes(gzip.compress(b"some text")[:-9])
-    return bad
+    (folder / "bad/empty").mkdir(parents=True)
+    return write_files(folder / "bad", {
+        "bare.json": Tokenizer(models.BPE()).to_str(),  # without an end-of-text token
+        "not.json": "[]",
+        "a.jsonl": '{"text": "fine"}\n{"text": "cut\n',
+        "deep.jsonl": '{"text": "fine"}\n' + "[" * 200_000,
+        "a.parquet": b"PAR1\0\0",
+        "cut.txt.gz": gzip.compress(b"some text")[:-9],
+    })
 
 
-@pytest.mark.parametrize("text, arguments, named", [
-    ("in", "--val-fraction 0", "val-fraction"),
-    ("in", "--val-fraction 1e-9", "val-fraction"),
-    ("in", "--field nothing", "crawl.jsonl: line 1: "),
-    ("in", "--tokenizer bpe:256", "bpe:256"),
-    ("in", "--tokenizer bpe:70000", "70000"),
-    ("in", "--tokenizer gpt3", "gpt3"),
-    ("in", "--tokenizer nowhere.json", "nowhere.json"),
-    ("in", "--tokenizer {bad}/bare.json", "bare.json"),
-    ("in", "--tokenizer {bad}/not.json", "not.json"),
-    ("nowhere", "", "nowhere"),
-    ("bad/empty", "", "empty "),
-    ("bad/a.jsonl", "", "a.jsonl: line 2: "),
-    ("bad/deep.jsonl", "", "deep.jsonl: line 2: "),
-    ("bad/a.parquet", "", "a.parquet"),
-    ("bad/cut.txt.gz", "", "cut.txt.gz"),
-])
+@table("text, arguments, named", """
+    in             | --val-fraction 0            | val-fraction
+    in             | --val-fraction 1e-9         | val-fraction
+    in             | --field nothing             | crawl.jsonl: line 1:
+    in             | --tokenizer bpe:256         | bpe:256
+    in             | --tokenizer bpe:70000       | 70000
+    in             | --tokenizer gpt3            | gpt3
+    in             | --tokenizer nowhere.json    | nowhere.json
+    in             | --tokenizer {bad}/bare.json | bare.json
+    in             | --tokenizer {bad}/not.json  | not.json
+    nowhere        |                             | nowhere
+    bad/empty      |                             | bad/empty
+    bad/a.jsonl    |                             | a.jsonl: line 2:
+    bad/deep.jsonl |                             | deep.jsonl: line 2:
+    bad/a.parquet  |                             | a.parquet
+    bad/cut.txt.gz |                             | cut.txt.gz
+    in             | --out {bad}/../out          | bad/../out
+""")
 def test_mistakes_are_one_line_and_write_nothing(folder, bad, out, capsys, text, arguments, named):
-    options = f"--tokenizer bpe:300 {arguments}".format(bad=bad).split()
-    fails(capsys, named, main, folder / text, *options, "--out", out)
-    assert not any(out.glob("*"))
-
-
-def test_shards_are_not_replaced(folder, capsys):
+    """The last one would replace shards."""
     before = shard_bytes(folder / "out")
-    fails(capsys, folder / "out", main, folder / "in", "--tokenizer", "bpe:300", "--out", folder / "out")
-    assert shard_bytes(folder / "out") == before
+    options = f"--tokenizer bpe:300 --out {out} {arguments}".format(bad=bad).split()
+    fails(capsys, named, main, folder / text, *options)
+    assert not any(out.glob("*")) and shard_bytes(folder / "out") == before
+
+
+def test_an_unknown_option_is_refused(folder, out):
+    assert exit_code(main, [folder / "in", "--tokenizer=bpe:300", "--vocab=300", f"--out={out}"]) == 2
+    assert not out.exists()

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import reference
 import torch
-from commands import ROOT, TWO_RANKS, here, python, read_json
+from commands import ROOT, TWO_RANKS, fails, names, python, read_json, succeeds, table
 from test_gpt import plain_layers
+from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_flatten
 
 import train_gpt
@@ -59,23 +60,19 @@ def validation_tokens(data):
     return np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in sorted(data.glob("*_val_*.bin"))])
 
 
-def arguments(data, runs, more="", preset="quickstart"):
+def arguments(data, runs, more=""):
     """Return the command line of a small run. A field in `more` replaces the same field before it."""
-    return [preset, *FIELDS.split(), "--data_dir", str(data), "--runs_dir", str(runs), *more.split()]
+    return f"quickstart {FIELDS} --data_dir {data} --runs_dir {runs} {more}".split()
 
 
-def train(data, runs, more="", threads=1, **variables):
-    python("train_gpt.py", *arguments(data, runs, more), threads=threads, **variables)
-    return runs / "run"
-
-
-def train_on_two(data, runs, more=""):
-    python(*TWO_RANKS, "train_gpt.py", *arguments(data, runs, more))
+def train(data, runs, more="", start=(), **variables):
+    """Train in a new process, or with TWO_RANKS as `start`, in two."""
+    python(*start, "train_gpt.py", *arguments(data, runs, more), **variables)
     return runs / "run"
 
 
 def train_here(data, runs, more=""):
-    here(train_gpt.main, *arguments(data, runs, more))
+    succeeds(train_gpt.main, *arguments(data, runs, more))
     return runs / "run"
 
 
@@ -140,13 +137,11 @@ def assert_same_run(folder, reference):
 
 def assert_close_run(folder, reference, tolerance=1e-4):
     """Assert the same losses of training and validation, up to the tolerance in nats."""
+    tolerances = dict(step=0, train_loss=tolerance, val_loss=tolerance, max_logit=0.01)  # a maximum is not as smooth
     ours, expected = (read_metrics(f / "metrics.jsonl") for f in (folder, reference))
-    assert [r["step"] for r in ours] == [r["step"] for r in expected]
-    for record, other in zip(ours, expected):
-        for key in ("train_loss", "val_loss"):
-            assert record.get(key) == pytest.approx(other.get(key), abs=tolerance)
-        if "max_logit" in record:
-            assert record["max_logit"] == pytest.approx(other["max_logit"], abs=0.01)  # a maximum is not as smooth
+    for record, other in zip(ours, expected, strict=True):
+        for key, allowed in tolerances.items():
+            assert record.get(key) == pytest.approx(other.get(key), abs=allowed)
 
 
 @torch.no_grad()
@@ -154,8 +149,8 @@ def plain_losses(model, rows):
     """Return the losses of tokens (sequences, length + 1) but the first, one sequence at a time, by the logits."""
     losses = []
     for row in torch.as_tensor(rows.astype(np.int64)):
-        log_p = model(row[None, :-1])[0].double().log_softmax(dim=-1)  # (length, V)
-        losses.append(-log_p[torch.arange(len(row) - 1), row[1:]])
+        logits = model(row[None, :-1])[0].double()  # (length, V)
+        losses.append(cross_entropy(logits, row[1:], reduction="none"))
     return torch.stack(losses)
 
 
@@ -171,35 +166,32 @@ def validation_losses(folder, data, length, num_tokens):
 
 
 def test_files_of_a_run(finished, data):
-    files = {"config.json", "data.json", "log.txt", "metrics.jsonl", "summary.json", "checkpoints", "lock"}
-    assert {path.name for path in finished.iterdir()} == files
-    assert {path.name for path in (finished / "checkpoints").iterdir()} == {"step_000015.pt", "step_000020.pt"}
+    assert names(finished) == "checkpoints config.json data.json lock log.txt metrics.jsonl summary.json".split()
+    assert names(finished / "checkpoints") == ["step_000015.pt", "step_000020.pt"]
     config = read_config(arguments(data, finished.parent))
     assert read_json(finished / "config.json") == json.loads(json.dumps(vars(config)))
     log = (finished / "log.txt").read_text()
-    for source in ("train_gpt.py", "model/gpt.py", "model/methods/scale_invariant.py", "optim/muon.py"):
+    for source in "train_gpt.py model/gpt.py model/methods/scale_invariant.py optim/muon.py".split():
         assert (ROOT / source).read_text() in log
-    parts = {"progress", "config", "model", "optimizers", "fingerprint", "tokenizer"}
-    assert newest_state(finished).keys() == parts
+    parts = "progress config model optimizers fingerprint tokenizer".split()
+    assert [*newest_state(finished)] == parts
 
 
 def test_record_of_every_step_and_validation(finished):
     steps, validations = steps_and_validations(finished)
-    keys = {"step", "tokens", "train_loss", "grad_norm", "lr"} | TIMES - {"val_seconds"}
-    assert [r["step"] for r in steps] == list(range(1, 21))
-    assert all(r.keys() == keys and r["tokens"] == 128 * r["step"] for r in steps)
-    assert all(0 < r["grad_norm"] < 100 and r["tokens_per_second"] > 0 for r in steps)
     assert steps[0]["train_loss"] == pytest.approx(math.log(64), abs=1e-5)  # the head starts at zero
+    keys = {"step", "tokens", "train_loss", "grad_norm", "lr"} | TIMES - {"val_seconds"}
     peaks = dict(matrices=0.02, embedding=0.3, head=0.002)
-    for record in steps:
-        factor = min(1, (21 - record["step"]) / 6)
+    for step, record in zip(range(1, 21), steps, strict=True):
+        assert record.keys() == keys and record["step"] == step and record["tokens"] == 128 * step
+        assert 0 < record["grad_norm"] < 100 and record["tokens_per_second"] > 0
+        factor = min(1, (21 - step) / 6)
         assert record["lr"] == pytest.approx({name: peak * factor for name, peak in peaks.items()})
 
     keys = "step tokens val_tokens val_loss val_loss_by_position max_logit method_parameters val_seconds".split()
-    assert [r["step"] for r in validations] == [0, 5, 10, 15, 20]
-    for record in validations:
-        assert record.keys() - {"val_loss_by_block"} == {*keys} and record["tokens"] == 128 * record["step"]
-        assert ("val_loss_by_block" in record) == (record["step"] == 20)
+    for step, record in zip((0, 5, 10, 15, 20), validations, strict=True):
+        assert record.keys() == {*keys, *(["val_loss_by_block"] if step == 20 else [])}
+        assert record["step"] == step and record["tokens"] == 128 * step
         assert record["val_tokens"] == {"16": 256, "64": 256}
         assert record["val_loss"].keys() == record["val_loss_by_position"].keys() == {"16", "64"}
 
@@ -215,7 +207,7 @@ def test_summary_and_data(data, finished):
     assert kept["validation"] == open_split(data, "val", 64).fingerprint(256) and kept["tokenizer"] == "none"
 
 
-def test_the_weights_of_one_training_are_validated_as_others(data, finished, tmp_path):
+def test_the_weights_of_one_training_are_validated_as_others(data, tmp_path):
     """Every validation has them. The last losses equal a run that was trained as the other method."""
     folder = train_here(data, tmp_path / "one", "--method rope --validate_as rope_ntk yarn")
     _, validations = steps_and_validations(folder)
@@ -241,8 +233,7 @@ def test_the_fast_profile_measures_the_same_bits(data, finished, tmp_path):
 def test_validation_equals_a_plain_loop(finished, data, length):
     """Losses by position are means over 1, 1, 2, 4, 8, ... positions."""
     losses = validation_losses(finished, data, length, 256)  # (256 / length, length)
-    sizes = [n for n in (1, 1, 2, 4, 8, 16, 32) if n < length]
-    octaves = losses.split(sizes, dim=1)
+    octaves = losses.split([1, 1, 2, 4, 8, 16, 32][: length.bit_length()], dim=1)
     expected = dict(
         val_loss=losses.mean().item(),
         val_loss_by_position=[part.mean().item() for part in octaves],
@@ -263,18 +254,15 @@ def test_parameters_of_a_method_are_recorded(data, tmp_path):
     assert steps[-1]["lr"]["scalars"] == 0.002
 
 
-def test_largest_logits_are_dense_ones_and_a_resumed_run_repeats_them(data, finished, tmp_path):
+def test_largest_logits_are_dense_ones(data, finished):
     """They are of 2,048 validation tokens, more than the text has."""
     name, tokens = "scale_invariant_p_rope", torch.from_numpy(np.resize(validation_tokens(data), (128, 16))).long()
-    weights = torch.load(latest_checkpoint(finished / "checkpoints"))["model"]
-    layers = plain_layers(name, {key: weight.double() for key, weight in weights.items()}, tokens, num_heads=2)
-    largest = [reference.attention_logits(name, q, k, train_length=16).max().item() for q, k, *_ in layers]
-    found = [r["max_logit"] for r in steps_and_validations(finished)[1]]
-    assert found[-1] == pytest.approx({"0": largest[0], "1": largest[1]}, rel=1e-4)
-    assert found[-1] != found[-2]  # the resumed run has both to repeat
-    rewound(finished, tmp_path)
-    resumed = train_here(data, tmp_path, "--resume auto")
-    assert [r["max_logit"] for r in steps_and_validations(resumed)[1]] == found
+    weights = {key: weight.double() for key, weight in newest_state(finished)["model"].items()}
+    largest = {}
+    for number, (q, k, *_) in enumerate(plain_layers(name, weights, tokens, num_heads=2)):
+        largest[str(number)] = reference.attention_logits(name, q, k, train_length=16).max().item()
+    _, validations = steps_and_validations(finished)
+    assert len(largest) == 2 and validations[-1]["max_logit"] == pytest.approx(largest, rel=1e-4)
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------------
@@ -291,8 +279,19 @@ def assert_resumes(data, runs, whole, more=""):
 
 
 @pytest.mark.parametrize("more", ["", SCHEDULE, "--val_profile fast --val_every 2"])
-def test_resumes_bit_for_bit(data, tmp_path, more):
+def test_resumes_bit_for_bit_and_random_numbers_go_on(data, tmp_path, monkeypatch, more):
+    """Our methods draw no random numbers in a step, but a user's method may."""
+    drawn, log_step = [], Run.log_step
+
+    def draw_and_log(*args):
+        drawn.append(torch.rand(()).item())
+        log_step(*args)
+        assert gc.get_freeze_count() > 0  # no collection in a step
+
+    monkeypatch.setattr(Run, "log_step", draw_and_log)
     assert_resumes(data, tmp_path / "resumed", train_here(data, tmp_path / "whole", more), more)
+    again = len(drawn) - 20
+    assert 0 < again < 20 and drawn[20:] == drawn[20 - again : 20] and gc.get_freeze_count() == 0
 
 
 @pytest.mark.slow
@@ -305,24 +304,6 @@ def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
     whole = train(data, tmp_path / "whole", small)
     rewound(whole, tmp_path)
     assert_same_run(train(data, tmp_path, f"{small} --resume auto", **anew), whole)
-
-
-def test_random_numbers_go_on(data, tmp_path, monkeypatch):
-    """Our methods draw no random numbers in a step, but a user's method may."""
-    drawn, log_step = [], Run.log_step
-
-    def draw_and_log(*args):
-        drawn.append(torch.rand(()).item())
-        log_step(*args)
-        assert gc.get_freeze_count() > 0  # no collection in a step
-
-    monkeypatch.setattr(Run, "log_step", draw_and_log)
-    folder = train_here(data, tmp_path / "first")
-    first = drawn.copy()
-    drawn.clear()
-    rewound(folder, tmp_path / "second")
-    train_here(data, tmp_path / "second", "--resume auto")
-    assert len(first) == 20 and drawn == first[15:] and gc.get_freeze_count() == 0
 
 
 def test_finished_run_is_not_repeated(data, copied):
@@ -346,59 +327,42 @@ def test_a_length_schedule_trains_on_the_same_tokens_on_any_number_of_processes(
     assert [r["tokens"] for r in first] == [r["tokens"] for r in second]
     assert first[0]["train_loss"] == pytest.approx(second[0]["train_loss"], rel=1e-5)  # layers add 0 at first
     assert first[5]["grad_norm"] != pytest.approx(second[5]["grad_norm"], rel=1e-5)  # less context
-    assert_close_run(train_on_two(data, tmp_path / "two", SCHEDULE), folder)
+    assert_close_run(train(data, tmp_path / "two", SCHEDULE, TWO_RANKS), folder)
 
 
 # ---- mistakes of a user ----------------------------------------------------------------------------------------------
 
 
-def error_of(capsys, *argv):
-    """Return the one line on stderr of a run that ends with code 2."""
-    with pytest.raises(SystemExit) as exit:
-        here(train_gpt.main, *argv)
-    error = capsys.readouterr().err
-    assert exit.value.code == 2
-    assert error.startswith("error: ") and error.count("\n") == 1
-    return error
-
-
-WRONG = [  # fields, and the field or value that the error must name
-    ("--data_dir nowhere", "nowhere"),
-    ("--vocab_size 32", "vocab_size"),
-    ("--method scale_invarient_rope", "scale_invariant_rope"),
-    ("--method rope --method_options bass 2", "base"),
-    ("--muon_rl 0.1", "--muon_lr"),
-    ("--train_length 24", "train_length"),
-    ("--val_lengths 16 48", "48"),
-    ("--val_tokens 1024", "768"),  # more than the text has
-    ("--val_copy_gaps 1000000", "1000000"),
-    ("--init_from nowhere", "--init_from"),
-    pytest.param("--device cuda", "--device", marks=pytest.mark.skipif("torch.cuda.is_available()")),
-]
-
-
-@pytest.mark.parametrize("more, named", WRONG)
+@table("more, named", """
+    --data_dir nowhere                    | nowhere
+    --vocab_size 32                       | vocab_size
+    --method scale_invarient_rope         | scale_invariant_rope
+    --method rope --method_options bass 2 | base
+    --muon_rl 0.1                         | --muon_lr
+    --train_length 24                     | train_length
+    --val_lengths 16 48                   | 48
+    --val_tokens 1024                     | 768
+    --val_copy_gaps 1000000               | 1000000
+    --init_from nowhere                   | --init_from
+""")
 def test_wrong_field_is_one_line_and_no_run_folder(data, tmp_path, capsys, more, named):
-    assert named in error_of(capsys, *arguments(data, tmp_path / "runs", more))
-    assert not (tmp_path / "runs" / "run").exists()
+    """The validation text has 768 tokens."""
+    fails(capsys, named, train_gpt.main, *arguments(data, tmp_path, more))
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_wrong_preset_and_a_backend_without_gradients_here_are_one_line(data, tmp_path, capsys):
-    assert "quickstart" in error_of(capsys, *arguments(data, tmp_path, preset="quickstrat"))
-    assert "attention_backend" in error_of(capsys, *arguments(data, tmp_path, "--attention_backend flex --val_every 0"))
-
-
-@pytest.mark.parametrize("more, named", [
-    ("", ["--resume auto"]),
-    ("--resume auto --muon_lr 0.03 --seed 1 --keep 3", ["seed 0", "muon_lr 0.02"]),
-    ("--resume auto --data_dir {other}", ["other"]),
-])
+@table("more, named", """
+                                                   | --resume auto
+    --resume auto --muon_lr 0.03 --seed 1 --keep 3 | seed 0
+    --resume auto --muon_lr 0.03 --seed 1 --keep 3 | muon_lr 0.02
+    --resume auto --data_dir {other}               | other
+""")
 def test_a_folder_of_another_run_is_refused_and_left_alone(data, copied, tmp_path, capsys, more, named):
+    """Another number of kept checkpoints is no difference, because it changes nothing that is computed."""
     other = make_data(tmp_path / "other", seed=1)
     before = contents(copied)
-    error = error_of(capsys, *arguments(data, copied.parent, more.format(other=other)))
-    assert all(text in error for text in named) and "keep" not in error  # keep changes nothing that is computed
-    assert contents(copied) == before
+    error = fails(capsys, named, train_gpt.main, *arguments(data, copied.parent, more.format(other=other)))
+    assert "keep" not in error and contents(copied) == before
 
 
 # ---- weights of another run ------------------------------------------------------------------------------------------
@@ -430,21 +394,27 @@ def test_a_run_may_start_from_a_method_whose_parameters_have_the_same_names(data
 def test_scale_invariant_attention_is_calibrated_for_a_trained_model_and_saved(data, finished, tmp_path):
     more = f"--init_from {finished} --method_options learn_moments True --steps 0 --cooldown_steps 0"
     folder = train_here(data, tmp_path, more)
-    (checkpoint,) = (folder / "checkpoints").iterdir()
-    state, source = (newest_state(run)["model"] for run in (folder, finished))
-    moments = {name: state.pop(name) for name in [*state] if name.endswith(("mean", "log_deviation"))}
-    assert checkpoint.name == "step_000000.pt" and len(moments) == 4 and all(x.all() for x in moments.values())
-    assert state.keys() == source.keys() and all(torch.equal(state[name], source[name]) for name in state)
+    state, source = (dict(newest_state(run)["model"]) for run in (folder, finished))
+    moments = [state.pop(name) for name in [*state] if name.endswith(("mean", "log_deviation"))]
+    assert names(folder / "checkpoints") == ["step_000000.pt"]
+    assert len(moments) == 4 and all(x.all() for x in moments)
+    assert_same_numbers(state, source)
     assert len(steps_and_validations(folder)[1]) == 1 and (folder / "summary.json").exists()
 
 
 def test_weights_of_another_shape_or_tokenizer_are_refused(data, copied, tmp_path, capsys):
     save_checkpoint(copied / "checkpoints", 21, newest_state(copied) | {"tokenizer": "another"})
     for more, named in (("--num_layers 3", "num_layers"), ("", "tokenizer")):
-        error = error_of(capsys, *arguments(data, tmp_path / "new", f"--init_from {copied} {more}"))
-        assert "step_000021.pt" in error and named in error and not (tmp_path / "new" / "run").exists()
+        argv = arguments(data, tmp_path / "new", f"--init_from {copied} {more}")
+        assert "step_000021.pt" in fails(capsys, named, train_gpt.main, *argv)
+        assert not (tmp_path / "new" / "run").exists()
 
 
-def test_a_last_update_that_spoils_the_weights_is_no_finished_run(data, tmp_path, capsys):
-    error = error_of(capsys, *arguments(data, tmp_path, "--steps 1 --cooldown_steps 0 --head_lr 1e38 --val_lengths 16"))
-    assert "step" in error and not (tmp_path / "run" / "summary.json").exists()
+@table("more, named", """
+    --steps 1 --cooldown_steps 0 --head_lr 1e38 --val_lengths 16 | step
+    --attention_backend flex --val_every 0                       | attention_backend
+""")
+def test_a_run_whose_weights_are_spoilt_or_get_no_gradients_does_not_finish(data, tmp_path, capsys, more, named):
+    """The last update spoils them. FlexAttention has no gradients on a CPU."""
+    fails(capsys, named, train_gpt.main, *arguments(data, tmp_path, more))
+    assert not (tmp_path / "run" / "summary.json").exists()

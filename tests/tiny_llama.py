@@ -3,6 +3,7 @@
 import random
 
 import torch
+from commands import python, write_files
 
 VOCAB = 304
 
@@ -17,14 +18,19 @@ def save_tokenizer(folder, vocab_size=VOCAB):
     special, alphabet = ["<unk>", "<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet()
     options = dict(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts(50), trainers.BpeTrainer(vocab_size=vocab_size, **options))
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "model_max_length": 64}')
+    config = '{"bos_token": "<s>", "model_max_length": 64}'
+    write_files(folder, {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": config})
 
 
 def texts(count):
     rng = random.Random(0)
     return ["".join(rng.choices("abcdefgh \u00e9\u4e16<s>", k=400)) for _ in range(count)]
+
+
+def run_elsewhere(folder, script, *argv):
+    """Run a script in a folder, with neither this repository nor the hub at hand."""
+    variables = dict(PYTHONPATH="", HF_HOME=str(folder / "home"), HF_HUB_OFFLINE="1")
+    python("-c", script, *argv, cwd=folder, timeout=600, **variables)
 
 
 def make_model(**changes):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import here
+from commands import exit_code, succeeds
 
 from data.text import prepare
 from scripts import needle
@@ -25,24 +25,25 @@ def train_tiny_run(folder, fields="", letters="abcdefgh ", documents=150, tokeni
     for i in range(documents):
         (folder / f"{i}.txt").write_text(" ".join("".join(rng.choices(letters, k=300)).split()))
     prepare([folder], folder / "data", str(tokenizer), val_fraction=0.3, name="letters")
-    here(train, "quickstart", "--runs_dir", folder, "--name", "run", "--data_dir", folder / "data", "--length_schedule",
-         "--val_copy_gaps", *FIELDS.split(), *fields.split())
+    succeeds(train, *arguments(folder, fields))
     return folder / "run"
+
+
+def arguments(folder, fields=""):
+    """Return the command line of the run of a folder that has the data."""
+    places = f"--runs_dir {folder} --name run --data_dir {folder}/data"
+    return f"quickstart {places} --length_schedule --val_copy_gaps {FIELDS} {fields}".split()
 
 
 class InThisProcess:
     """Takes the place of Popen: trains or fine-tunes here, because a new process needs seconds to import torch."""
 
     def __init__(self, command, **options):
-        _, *argv = command
+        _, program, *argv = command
         main = train
-        if argv.pop(0) == "-m":
-            main = {"scripts.needle": needle.main, "scripts.record": lambda: record.main(argv)}[argv.pop(0)]
-        try:
-            here(main, *argv)
-            self.returncode = 0
-        except SystemExit as end:
-            self.returncode = end.code or 0
+        if program == "-m":
+            main = {"scripts.needle": needle, "scripts.record": record}[argv.pop(0)].main
+        self.returncode = exit_code(main, argv)
 
     def poll(self):
         return self.returncode

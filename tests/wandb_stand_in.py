@@ -7,6 +7,18 @@ from http.server import ThreadingHTTPServer
 
 from hub_stand_in import Answers
 
+DATA = """{"data": {
+    "upsertBucket": {"inserted": true, "bucket": {
+        "id": "1", "name": "NAME", "displayName": "n", "config": "{}",
+        "historyLineCount": 0, "logLineCount": 0, "eventsLineCount": 0,
+        "project": {"id": "1", "name": "p", "entity": {"id": "1", "name": "e"}}
+    }},
+    "createRunFiles": {"runID": "1", "uploadHeaders": [], "files": []},
+    "viewer": {"id": "1", "entity": "e", "username": "u", "email": "u@e", "flags": "{}", "teams": {"edges": []}},
+    "serverInfo": {"features": [], "cliVersionInfo": {"max_cli_version": "99.0.0"}},
+    "model": {"bucket": null}
+}}"""  # one answer to every question
+
 
 class Handler(Answers):
     protocol_version = "HTTP/1.1"
@@ -26,33 +38,15 @@ class Handler(Answers):
             self.answer({})
             self.server.lost.set()
 
-    def do_PUT(self):  # a file of a run
-        self.content()
-        self.answer({})
-
     def do_POST(self):
         content = json.loads(self.content() or "{}")
         if self.path == "/graphql":
-            return self.answer(dict(data=self.data(content["query"], content.get("variables") or {})))
+            name = (content.get("variables") or {}).get("name") or "n"
+            return self.answer(json.loads(DATA.replace("NAME", name)))
         if not self.server.lost.is_set():
             lines = content.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
             self.server.history += map(json.loads, lines)
         self.answer({})
-
-    def data(self, query, variables):
-        project = dict(id="1", name="p", entity=dict(id="1", name="e"))
-        counts = dict.fromkeys(("historyLineCount", "logLineCount", "eventsLineCount"), 0)
-        bucket = dict(id="1", name=variables.get("name") or "n", displayName="n", config="{}", project=project) | counts
-        url = f"http://127.0.0.1:{self.server.server_port}/upload"
-        files = [dict(name=name, uploadUrl=f"{url}/{name}") for name in variables.get("files", [])]
-        user = dict(id="1", entity="e", username="u", email="u@e", admin=False, flags="{}", teams=dict(edges=[]))
-        return dict(
-            upsertBucket=dict(bucket=bucket, inserted=True),
-            createRunFiles=dict(runID="1", uploadHeaders=[], files=files),
-            viewer=user,
-            serverInfo=dict(features=[], cliVersionInfo=dict(max_cli_version="99.0.0"), latestLocalVersionInfo=None),
-            model=dict(bucket=None),
-        )
 
 
 class StandIn(ThreadingHTTPServer):
