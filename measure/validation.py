@@ -32,7 +32,7 @@ from measure.far_gain import RATIO, check_windows, measure_far_gain
 from measure.losses import Losses
 from model.gpt import GPT
 from model.methods.make import alternative_methods
-from model.scores import max_logits
+from model.scores import attention_by_layer
 from runtime.processes import World
 
 PROBE = 2048  # tokens whose attention logits are measured, or one sequence of the training length if it is longer
@@ -83,8 +83,8 @@ class Validation:
         """Return the record of the validation before this step.
 
         The record has the keys of `losses`, `copy_gains` and, for the last validation, `far_gains`. It also has
-        max_logit (by layer), method_parameters (one value a head) and val_seconds. An error of before_batch ends the
-        validation.
+        max_logit and attention_entropy (by layer), method_parameters (one value a head) and val_seconds. An error of
+        before_batch ends the validation.
         """
         # 1. Measure.
         began = time.monotonic()
@@ -97,7 +97,7 @@ class Validation:
         if self.config.val_far_windows and is_last:
             record |= self.far_gains()
         if self.eager.blocks:  # a model of Hugging Face has none
-            record["max_logit"] = self.max_logits()
+            record |= self.attention_by_layer()
 
         # 2. Add the parameters of the methods, and the time.
         record["method_parameters"] = {}
@@ -160,14 +160,14 @@ class Validation:
         arguments = self.config.val_far_windows, self.config.train_length
         return self.measure_methods(measure_far_gain, *arguments, keys=("far_gain",))
 
-    def max_logits(self) -> dict[str, float]:
-        """Return the largest attention logit by layer on the first PROBE tokens of the text. All ranks compute it."""
+    def attention_by_layer(self) -> dict[str, dict[str, float]]:
+        """Return max_logit and attention_entropy by layer on the first PROBE tokens of the text, on each rank."""
         length = self.config.train_length
         sequences = max(1, PROBE // length)
         tokens = self.text.read(0, sequences * length, self.config.vocab_size)  # goes round a shorter text
         batch = torch.from_numpy(tokens.astype("int64")).view(sequences, length)
         plans = self.plans[self.config.method]
-        return max_logits(self.eager, batch.to(self.world.device), plans[length])
+        return attention_by_layer(self.eager, batch.to(self.world.device), plans[length])
 
     def measure_methods(self, measure: Callable[..., dict], *arguments: Any, keys: Sequence[str]) -> dict:
         """Return the results of the run's method, and for each key, under KEY_as, the results of each other method."""

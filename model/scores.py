@@ -77,23 +77,25 @@ def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> 
 
 
 @torch.inference_mode()
-def max_logits(model: GPT, tokens: Tensor, plan: Plan) -> dict[str, float]:
-    """Return the largest logit a_t S + m_t + b_j - b_i of each layer on tokens (B, T), by layer, from "0".
+def attention_by_layer(model: GPT, tokens: Tensor, plan: Plan) -> dict[str, dict[str, float]]:
+    """Return max_logit and attention_entropy on tokens (B, T), each by layer, from "0".
 
-    The maximum is taken over sequences, heads, queries and visible keys. All backends' runs compute it in float32 by
-    blocks. b: the key bias, if there is one. Softmax ignores b_i. Without b_i, the logits of forgetting attention would
-    grow with the position. A sink is no key. Layers whose method has a Replacement have no logits and are left out.
+    max_logit: the largest logit a_t S + m_t + b_j - b_i over sequences, heads, queries and visible keys. b: the key
+    bias, if there is one. Softmax ignores b_i. Without b_i, the logits of forgetting attention would grow with the
+    position. attention_entropy: of the attention weights of a query in nats, the mean over sequences, heads and
+    queries. A sink is no key. All backends' runs compute both in float32 by blocks. Layers whose method has a
+    Replacement have no logits and are left out.
     """
-    largest = {}
+    largest, entropies = {}, {}
     for number, (method, layer_plan, x, q, k) in enumerate(iterate_layers(model, tokens, plan)):
         if method.replacement is None:
             q, k = rotate_and_scale(method, q, k, x, layer_plan)
             key_bias = None if method.key_bias is None else method.key_bias.bias(method.token_features(x))  # (B, H, T)
-            rows = Blocks().largest_logits(q, k, layer_plan, method.score_change, key_bias)  # (B, H, T, 1)
-            if key_bias is not None:
-                rows -= key_bias.unsqueeze(-1)
-            largest[str(number)] = rows.max().item()
-    return largest
+            rows = Blocks().row_statistics(q, k, layer_plan, method.score_change, key_bias)  # (B, H, T, 2)
+            maxima = rows[..., 0] if key_bias is None else rows[..., 0] - key_bias
+            largest[str(number)] = maxima.max().item()
+            entropies[str(number)] = rows[..., 1].mean().item()
+    return {"max_logit": largest, "attention_entropy": entropies}
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------

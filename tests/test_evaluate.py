@@ -30,6 +30,11 @@ def refused(capsys):
     return refused
 
 
+def first_table(capsys):
+    """Return the table of losses that the command has printed."""
+    return capsys.readouterr().out.partition("\n\n")[0]
+
+
 def stored(folder):
     return read_json(folder / "evaluation.json")
 
@@ -53,17 +58,17 @@ def test_other_methods_have_rows_and_the_losses_of_validate_as(data, tmp_path, c
     folder = train_here(data, tmp_path, "--method rope")
     whole = train_here(data, tmp_path / "with", "--method rope --validate_as rope_ntk yarn")
     refused("alibi", folder, "--as", "alibi")
-    call(folder, "--as", "yarn")
-    call(folder, "--as", "rope_ntk")
-    rows = re.findall(r"^\| (run\b.*?) *\|", capsys.readouterr().out, re.MULTILINE)
-    assert rows == ["run", "run", "run as yarn", "run", "run", "run as rope_ntk"]
+    for method in ("yarn", "rope_ntk"):
+        call(folder, "--as", method)
+        rows = re.findall(r"^\| (run\b.*?) *\|", first_table(capsys), re.MULTILINE)
+        assert rows == ["run", "run", f"run as {method}"]
     expected = read_json(whole / "summary.json")["val_loss_as"]
     assert stored(folder)["val_loss_as"] == {m: pytest.approx(losses, rel=1e-6) for m, losses in expected.items()}
 
 
 def test_losses_by_length(finished, copied, data, capsys):
     call(copied, "--lengths", 8, 96, "--val-tokens", 192)
-    head, _, row = [line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines()]
+    head, _, row = [line.strip("| ").split("|") for line in first_table(capsys).splitlines()]
     assert [cell.strip() for cell in head] == ["run", "8 (0.5x)", "96 (6x)", "96 - 8"]
     for cell, length in zip(row[1:], (8, 96)):
         assert float(cell) == pytest.approx(validation_losses(finished, data, length, 192).mean().item(), abs=6e-4)

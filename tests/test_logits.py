@@ -19,7 +19,7 @@ from data.shards import open_split
 from measure.copy_gain import SPAN
 from model.attention.reference import attention_logits
 from model.methods.base import Method
-from model.scores import calibrate, layer_scores, max_logits, score_pairs
+from model.scores import attention_by_layer, calibrate, layer_scores, score_pairs
 from results.far import heads
 from scripts.reproduce import logits
 from scripts.reproduce.theory import attention_statistics
@@ -109,10 +109,17 @@ def test_scores_and_their_quantiles_equal_dense_scores(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "infini" not in name])
 @pytest.mark.parametrize("length", [1, 150])
-def test_largest_logits_equal_dense_ones(name, length):
+def test_largest_logits_and_entropies_equal_dense_ones(name, length):
     model, (tokens, _) = make_random_gpt(name), random_tokens(length, batch=3)
-    expected = {str(layer): x.max().item() for layer, x in enumerate(exact_logits(name, model, tokens))}
-    assert max_logits(model, tokens, model.plan(length)) == pytest.approx(expected, rel=1e-4)
+    expected = {str(layer): statistics_of(x) for layer, x in enumerate(exact_logits(name, model, tokens))}
+    found = attention_by_layer(model, tokens, model.plan(length))
+    by_layer = {layer: [found["max_logit"][layer], found["attention_entropy"][layer]] for layer in found["max_logit"]}
+    assert by_layer == {layer: pytest.approx(pair, rel=1e-4, abs=1e-6) for layer, pair in expected.items()}
+
+
+def statistics_of(logits):
+    """Return the largest of dense logits, and the mean entropy of the rows, as attention_by_layer has them."""
+    return [logits.max().item(), torch.distributions.Categorical(logits=logits).entropy().mean().item()]
 
 
 @torch.no_grad()
@@ -134,17 +141,19 @@ def test_largest_logits_with_every_mechanism(case):
     logits = dense(method.rotation, method.score_change, method.window)
     if method.key_bias:
         logits += forgetting(method, rms_norm(rms_norm(model.embedding.weight.double()[tokens])))
-    expected = logits.max().item()
-    assert abs(expected - dense(method.rotation).max()) > 0.01  # otherwise the test would not see a change
+    expected = statistics_of(logits)
+    assert abs(expected[0] - dense(method.rotation).max()) > 0.01  # otherwise the test would not see a change
     for backend in ("auto", "blocks"):
-        assert max_logits(model, tokens, model.plan(150, backend=backend)) == pytest.approx({"0": expected}, rel=1e-4)
+        found = attention_by_layer(model, tokens, model.plan(150, backend=backend))
+        assert [by_layer["0"] for by_layer in found.values()] == pytest.approx(expected, rel=1e-4)
 
 
 def test_layers_without_logits_have_no_largest_one():
     tokens, _ = random_tokens(43)
     for name, layers in [("fire", []), ("infini_rope", []), ("stick_breaking,rope", ["1", "3"])]:
         model = make_random_gpt(name, num_layers=4)
-        assert [*max_logits(model, tokens, model.plan(43))] == layers
+        found = attention_by_layer(model, tokens, model.plan(43))
+        assert [*found["max_logit"]] == [*found["attention_entropy"]] == layers
 
 
 def test_calibration_takes_the_moments_of_the_scores_that_the_calibrated_model_has():

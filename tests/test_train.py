@@ -188,9 +188,11 @@ def test_record_of_every_step_and_validation(finished):
         factor = min(1, (21 - step) / 6)
         assert record["lr"] == pytest.approx({name: peak * factor for name, peak in peaks.items()})
 
-    keys = "step tokens val_tokens val_loss val_loss_by_position max_logit method_parameters val_seconds".split()
+    keys = "step tokens val_tokens val_loss val_loss_by_position max_logit attention_entropy".split()
+    keys += ["method_parameters", "val_seconds"]
+    last = ["val_loss_by_block", "val_loss_own", "val_tokens_own"]
     for step, record in zip((0, 5, 10, 15, 20), validations, strict=True):
-        assert record.keys() == {*keys, *(["val_loss_by_block"] if step == 20 else [])}
+        assert record.keys() == {*keys, *(last if step == 20 else [])}
         assert record["step"] == step and record["tokens"] == 128 * step
         assert record["val_tokens"] == {"16": 256, "64": 256}
         assert record["val_loss"].keys() == record["val_loss_by_position"].keys() == {"16", "64"}

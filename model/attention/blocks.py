@@ -63,10 +63,13 @@ class Blocks(Backend):
         bands = self.constants(plan, score_change)
         return in_bands(softmax_attention, q, k, v, plan, bands, score_change, key_bias, sink)
 
-    def largest_logits(self, q: Tensor, k: Tensor, plan, score_change, key_bias: Tensor | None) -> Tensor:
-        """Return the largest logit of each query among the keys that it sees, (B, H, Tq, 1)."""
+    def row_statistics(self, q: Tensor, k: Tensor, plan, score_change, key_bias: Tensor | None) -> Tensor:
+        """Return each query's largest logit among the keys that it sees, and the entropy of its attention to them.
+
+        (B, H, Tq, 2), the entropy in nats. A sink is no key.
+        """
         bands = self.prepare(plan, score_change)
-        return in_bands(row_maxima, q, k, k, plan, bands, score_change, key_bias, None)
+        return in_bands(maxima_and_entropies, q, k, k, plan, bands, score_change, key_bias, None)
 
 
 def in_bands(compute: Callable[..., Tensor], q, k, v, plan, bands: Bands, score_change, key_bias, sink) -> Tensor:
@@ -112,8 +115,10 @@ def softmax_attention(q, k, v, scale, bias, key_bias, sink) -> Tensor:
     return weights.to(v.dtype) @ v
 
 
-def row_maxima(q, k, v, scale, bias, key_bias, sink) -> Tensor:
-    return block_logits(q, k, scale, bias, key_bias).amax(dim=-1, keepdim=True)
+def maxima_and_entropies(q, k, v, scale, bias, key_bias, sink) -> Tensor:
+    logits = block_logits(q, k, scale, bias, key_bias)
+    entropies = torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1)
+    return torch.stack([logits.amax(dim=-1), entropies], dim=-1)
 
 
 def block_logits(q, k, scale, bias, key_bias) -> Tensor:
