@@ -30,6 +30,7 @@ from measure.copy_gain import check_gaps, copy_length, measure_copy_gain
 from measure.documents import document_token, own_context
 from measure.far_gain import RATIO, check_windows, measure_far_gain
 from measure.losses import Losses
+from measure.riffle import CHUNKS, measure_riffle_gain
 from model.gpt import GPT
 from model.methods.make import alternative_methods
 from model.scores import attention_by_layer
@@ -55,6 +56,7 @@ class Validation:
     model: GPT
     text: TokenStream
     world: World
+    riffles: bool = False  # so that riffle_gains has its plan
 
     def __post_init__(self):
         check_text(self.config, self.text)
@@ -68,6 +70,8 @@ class Validation:
         lengths = {config.train_length, *config.val_lengths, *map(copy_length, config.val_copy_gaps)}
         if config.val_far_windows:
             lengths.add(RATIO * config.train_length)
+        if self.riffles:
+            lengths.add(CHUNKS * config.train_length)
 
         # Their plans.
         plan = functools.partial(self.model.plan, backend=config.attention_backend)
@@ -159,6 +163,10 @@ class Validation:
         """Return the result of measure_far_gain, and far_gain_as by method of validate_as."""
         arguments = self.config.val_far_windows, self.config.train_length
         return self.measure_methods(measure_far_gain, *arguments, keys=("far_gain",))
+
+    def riffle_gains(self, tokens: int) -> dict:
+        """Return the result of measure_riffle_gain, and riffle_gain_as by method of validate_as."""
+        return self.measure_methods(measure_riffle_gain, self.config.train_length, tokens, keys=("riffle_gain",))
 
     def attention_by_layer(self) -> dict[str, dict[str, float]]:
         """Return max_logit and attention_entropy by layer on the first PROBE tokens of the text, on each rank."""

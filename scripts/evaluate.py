@@ -4,7 +4,8 @@
     python -m scripts.evaluate runs/a runs/b --lengths 4096 16384 65536 262144 --val-tokens 10485760
     python -m scripts.evaluate runs/a runs/b --data data/books       other text, made with the same tokenizer
     python -m scripts.evaluate runs/rope --as rope_ntk yarn          methods that train identically to the run's method
-    python -m scripts.evaluate runs/a --copy 128 1024 --far 128      copy gain and far gain, too (in runtime/)
+    python -m scripts.evaluate runs/a --copy 128 1024 --far 128      copy gain and far gain, too (in measure/)
+    python -m scripts.evaluate runs/a --riffle                       whole documents against riffled ones
 
 The command prints Markdown tables. It writes the numbers, and the losses by position, to RUN/evaluation.json. All
 lengths are measured on the same tokens. By default these are the validation tokens of the run. --data reads the val
@@ -39,11 +40,13 @@ from scripts.shared.tables import format_mean, loss_table, pivot_table
 def evaluate(
     folder: Path, world: World, *, lengths: Sequence[int] | None = None, tokens: int | None = None,
     data: Path | None = None, methods: Sequence[str] = (), gaps: Sequence[int] = (), windows: int = 0,
+    riffles: bool = False,
 ) -> dict:  # fmt: skip
     """Return and store the losses of a run (see Validation.losses), with its name, method, train_length, and text.
 
     lengths, tokens: of the validation (default: the values of the run). data: folder of other text. methods: validate
-    the weights with these methods, too. gaps: for copy gain, in tokens. windows: for far gain.
+    the weights with these methods, too. gaps: for copy gain, in tokens. windows: for far gain. riffles: measure
+    riffle gain on all of the text.
     """
     config, model = load_run(folder, world.device)
     step = latest_checkpoint(folder / "checkpoints").stem  # now, because a run that goes on writes newer ones
@@ -61,9 +64,10 @@ def evaluate(
         config, val_lengths=lengths, val_tokens=tokens, val_copy_gaps=tuple(gaps), val_far_windows=windows,
         validate_as=methods,
     )  # fmt: skip
-    validation = Validation(config, model, stream, world)
+    validation = Validation(config, model, stream, world, riffles)
     gains = validation.copy_gains(gaps) if gaps else {}
     gains |= validation.far_gains() if windows else {}
+    gains |= validation.riffle_gains(len(stream)) if riffles else {}
     result = {
         "step": step, "name": folder.name, "method": config.method,
         "train_length": config.train_length, "text": stream.fingerprint(), "data": str(data or config.data_dir),
@@ -140,13 +144,14 @@ def main(argv: list[str] | None = None):
     add("--as", nargs="+", default=[], metavar="METHOD", dest="methods", help="validate with these methods, too")
     add("--copy", nargs="+", default=[], type=int, metavar="GAP", help="measure copy gain at these gaps, in tokens")
     add("--far", type=int, default=0, metavar="WINDOWS", help="measure far gain on this number of windows")
+    add("--riffle", action="store_true", help="measure riffle gain on all long documents")
     add("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args(argv)
     world, rows, results = start_processes(args.device), [], []
     for folder in args.runs:
         result = evaluate(
             folder, world, lengths=args.lengths, tokens=args.val_tokens, data=args.data, methods=args.methods,
-            gaps=args.copy, windows=args.far,
+            gaps=args.copy, windows=args.far, riffles=args.riffle,
         )  # fmt: skip
         others = result.get("val_loss_as", {}).items()
         rows += [result, *(result | {"name": f"{folder.name} as {m}", "val_loss": loss} for m, loss in others)]
@@ -158,6 +163,9 @@ def main(argv: list[str] | None = None):
     if args.far:
         gains = [(r["name"], r["far_gain"], r["far_gain_error"]) for r in results]
         print(f"\nFar gain in nats a token, by class of tokens:\n\n{gain_table(gains)}")
+    if args.riffle:
+        gains = [(r["name"], r["riffle_gain"], r["riffle_gain_error"]) for r in results]
+        print(f"\nRiffle gain in nats a token, by the end of an octave of positions:\n\n{gain_table(gains)}")
 
 
 if __name__ == "__main__":
