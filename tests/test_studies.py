@@ -13,14 +13,13 @@ from configs.config import config_hash
 from configs.sweeps import SI
 from model.methods.names import canonical_name
 from model.methods.options import check_options
-from results.far.study import time_to_copy
 from results.mini.study import RIVALS
 from scripts.reproduce.__main__ import read_sections
 from scripts.reproduce.comparisons import PairedTests, describe_variances, difference_cell, differences, holm
 from scripts.reproduce.pages import open_study
 from scripts.reproduce.study import Study
 from scripts.shared.looks import series_label, series_name
-from scripts.shared.runs import read_runs
+from scripts.shared.runs import read_runs, time_to_copy
 from scripts.shared.sweeps import studies, sweep
 from scripts.shared.tables import format_mean, mean_and_stderr
 
@@ -244,7 +243,7 @@ def test_rotation_tests_the_rules_and_their_interaction_with_the_rotation(tmp_pa
 
 
 def committed(place, item, after="## "):
-    """Return the cells of the first table of a committed section behind some words, by first cell."""
+    """Return the cells of the table rows of a committed section that follow some words, by first cell."""
     text = read_sections(ROOT / f"results/{place}/tables.md")[item].split(after, 1)[1]
     return cells_of(text[text.index("\n| ") :].split("\n\n")[0])
 
@@ -255,7 +254,7 @@ def mean_of(values):
 
 def test_the_tables_of_far_are_means_of_the_kept_runs():
     lines = kept_summaries("far")
-    copies, late = committed("far", "far"), committed("far", "far", after="from position 256 on |")
+    copies, late = committed("far", "far"), committed("far", "far", after="8192 (16x) loss from")
     errors = committed("far", "far", after="blocks of the validation text")
     for series in (SI, "rope", "logn_p_rope", ALIBI, FAST):
         found = [line for (name, _), line in lines.items() if name == series]
@@ -267,8 +266,7 @@ def test_the_tables_of_far_are_means_of_the_kept_runs():
             assert copies[series_name(series)][column] == mean_of([line["far_gain"][kind] for line in found])
         for length in (512, 2048, 8192):
             # Octave k > 0 has the positions 2^(k-1) .. 2^k - 1, so a position has octave bit_length().
-            measured = [line.get("val_loss_by_position", {}) for line in found]
-            octaves = [values[str(length)] for values in measured if str(length) in values]
+            octaves = [line.get("val_loss_by_position", {}).get(str(length), ()) for line in found]
             octaves = [values for values in octaves if len(values) > 9]
             means = [np.mean([values[i.bit_length()] for i in range(256, length)]) for values in octaves]
             column = 1 + [512, 2048, 8192].index(length)
@@ -283,7 +281,7 @@ def test_the_tables_of_far_are_means_of_the_kept_runs():
 
 def test_the_tables_of_taught_are_means_of_the_kept_runs():
     lines = kept_summaries("taught")
-    losses, gains = committed("taught", "taught"), committed("taught", "taught", after="copy gain |")
+    losses, gains = committed("taught", "taught"), committed("taught", "taught", after="2048 (8x) copy gain")
     for series in (SI, "rope", "yarn", FAST):
         found = [line for (name, _), line in lines.items() if name == series]
         for column, length in enumerate(("256", "1024", "4096", "16384"), start=1):
