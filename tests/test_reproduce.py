@@ -165,27 +165,6 @@ def test_paper_targets_are_whole():
             assert all(("bold" in t["note"]) == (t["mean"] == lowest) for t in column.values())
 
 
-def test_table_losses_has_means_errors_and_the_papers_numbers(tmp_path, call):
-    values = write_study(tmp_path / "runs", "table_losses")
-    code, output = call("table_losses", "--scale", "mini")
-    assert code == 0 and not missing(output) and used(output) == [27, 27]
-    table, weights = table_of(output.out), {"RoPE+NTK", "YaRN", "LogN+NTK"}  # validated with the weights of another
-    for series, _, length in values:
-        name = series_name(series) + ("\u2020" if series_name(series) in weights else "")
-        three = np.array([values[series, seed, length] for seed in range(3)])
-        head = f"{length} ({length // 256}x)"
-        assert table[name, head] == format_mean(three.mean(), three.std(ddof=1) / math.sqrt(3))
-        assert table[name, "seeds"] == "3"
-        if length < 16_384:
-            paper = paper_targets("table_losses").get((series, length * 16))
-            printed = table[name, f"paper {length // 64}k ({length // 256}x)"].split(" ")[0]
-            assert printed == (f"{paper['mean']:.3f}" if paper else "")
-    best = min({series for series, _, _ in values}, key=lambda s: sum(values[s, seed, 256] for seed in range(3)))
-    (bold,) = [name for name, cells in cells_of(output.out.split("###")[0]).items() if cells[1].startswith("**")]
-    assert bold.strip("\u2020") == series_name(best)
-    assert "0123abc (27)" in output.out and "an abacus (27)" in output.out
-
-
 def test_without_runs_nothing_is_written_and_the_sweep_is_named(tmp_path, call):
     code, output = call("table_infini", "--scale", "mini", "--steps", "6", "--cooldown_steps", "2")
     assert code == 1 and used(output) == [0, 12] and not (tmp_path / "out").exists()

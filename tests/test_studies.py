@@ -7,19 +7,21 @@ import statistics
 import numpy as np
 import pytest
 from commands import ROOT
-from test_reproduce import call, cells_of, same, write_run  # noqa: F401 (call is a fixture)
+from test_reproduce import cells_of, table_of
 
 from configs.config import config_hash
 from configs.sweeps import SI
 from model.methods.names import canonical_name
 from model.methods.options import check_options
+from results.far.study import time_to_copy
 from results.mini.study import RIVALS
 from scripts.reproduce.__main__ import read_sections
 from scripts.reproduce.comparisons import PairedTests, describe_variances, difference_cell, differences, holm
 from scripts.reproduce.pages import open_study
 from scripts.reproduce.study import Study
+from scripts.reproduce.tables import paper_targets
 from scripts.shared.looks import series_label, series_name
-from scripts.shared.runs import read_runs, time_to_copy
+from scripts.shared.runs import StoredRun, read_runs
 from scripts.shared.sweeps import studies, sweep
 from scripts.shared.tables import format_mean, mean_and_stderr
 
@@ -152,6 +154,8 @@ def kept_summaries(place):
     """Return the lines of the kept runs, also as other methods: {(series, seed): line}."""
     found = {}
     for run in read_runs(ROOT / f"results/{place}/runs.jsonl"):
+        if run.line["preset"] != place:
+            continue
         found[series_label(run.config), run.config.seed] = run.line
         for method in run.config.validate_as:
             fields = ("val_loss", "copy_gain", "far_gain")
@@ -216,27 +220,24 @@ def test_registered_tests_stay_and_follow_from_the_kept_runs(item):
 
 
 @pytest.mark.parametrize("scale, seeds", [("taught", [1, 2, 3]), ("far", [0, 1, 2, 3])])
-def test_rotation_tests_the_rules_and_their_interaction_with_the_rotation(tmp_path, call, scale, seeds):  # noqa: F811
-    random, losses = np.random.default_rng(), {}
+def test_rotation_tests_the_rules_and_their_interaction_with_the_rotation(scale, seeds):
+    random, losses, runs = np.random.default_rng(), {}, []
     for run in sweep(f"{scale}_rotation", scale, seeds=[0, 1, 2, 3]):
         loss = losses[series_label(run.config), run.config.seed] = 3 + random.random()
-        gains = {"random": dict.fromkeys(map(str, run.config.val_copy_gaps), 1.0)}
-        write_run(tmp_path / "runs", run, same(run, loss), steps=(0, run.config.steps), copy_gain=gains)
-    code, output = call(f"{scale}_rotation", "--seeds", "0", "1", "2", "3")
-    assert code == 0 and len({series for series, _ in losses}) == 12 and "### Tests" in output.out
-    expected = {}
-    for measure in ROTATION:
-        for rival in ("logn_p_rope", "p_rope"):
-            values = expected[measure, rival] = []
-            for seed in seeds:
-                ours, other = (losses[f"{rule} {QUARTER}", seed] for rule in (SI, rival))
-                if measure.startswith("change"):
-                    ours, other = ours - losses[SI, seed], other - losses[rival, seed]
-                values.append(ours - other)
-    study = Study(f"{scale}_rotation", scale, tmp_path, read_runs(tmp_path / "runs"), seeds=[0, 1, 2, 3])
+        summary = dict(val_loss=dict.fromkeys(run.config.val_lengths, loss), val_tokens=1, data="text")
+        runs.append(StoredRun(ROOT / run.name, run.config, summary))
+    study = Study(f"{scale}_rotation", scale, ROOT, runs, seeds=[0, 1, 2, 3])
     (paired,) = STUDIES[study.item].TESTS[study.item](study)
+    fast, change = {}, {}
+    for rule in (SI, "logn_p_rope", "p_rope"):
+        fast[rule] = np.array([losses[f"{rule} {QUARTER}", seed] for seed in seeds])
+        change[rule] = fast[rule] - [losses[rule, seed] for seed in seeds]
+    expected = {}
+    for measure, values in zip(ROTATION, (fast, change)):
+        for rival in ("logn_p_rope", "p_rope"):
+            expected[measure, rival] = (values[SI] - values[rival]).tolist()
+    assert len(study.finished) == 48 and len({series for series, _ in losses}) == 12
     assert_paired(paired, expected)
-    assert paired.section()[2] in output.out
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
@@ -279,17 +280,26 @@ def test_the_tables_of_far_are_means_of_the_kept_runs():
     assert error == pytest.approx(difference.std() / 16**0.5, rel=0.1)
 
 
-def test_the_tables_of_taught_are_means_of_the_kept_runs():
-    lines = kept_summaries("taught")
-    losses, gains = committed("taught", "taught"), committed("taught", "taught", after="2048 (8x) copy gain")
-    for series in (SI, "rope", "yarn", FAST):
-        found = [line for (name, _), line in lines.items() if name == series]
-        for column, length in enumerate(("256", "1024", "4096", "16384"), start=1):
-            values = [line["val_loss"][length] for line in found if length in line["val_loss"]]
-            assert losses[series_name(series) + "\u2020" * (series == "yarn")][column].strip("*") == mean_of(values)
-        for column, gap in enumerate(("128", "512", "1024", "2048"), start=1):
-            values = [line["copy_gain"]["random"][gap] for line in found]
-            assert gains[series_name(series) + "\u2020" * (series == "yarn")][column].strip("*") == mean_of(values)
+@pytest.mark.parametrize("place, item, number, field", [
+    ("taught", "taught", 1, "val_loss"), ("taught", "taught", 2, "copy_gain"), ("mini", "table_losses", 1, "val_loss"),
+])
+def test_tables_are_means_of_the_kept_runs_beside_the_papers_numbers(place, item, number, field):
+    lines, trained_at = kept_summaries(place), {"4k": 4096, "16k": 16_384, "64k": 65_536}
+    text = read_sections(ROOT / f"results/{place}/tables.md")[item]
+    table = table_of("\n| method" + text.split("\n\n| method")[number])
+    names = {series_name(series) + "\u2020" * (series == "yarn"): series for series in (SI, "rope", "yarn", "alibi")}
+    for (name, head), cell in table.items():
+        if name not in names or head == "seeds":
+            continue
+        series, first, *others = names[name], *head.split(" ")
+        if first == "paper":
+            target = paper_targets(item).get((series, trained_at[others[0]]))
+            assert cell.split(" ")[0] == (f"{target['mean']:.3f}" if target else "")
+        else:
+            found = [line[field] for (label, _), line in lines.items() if label == series]
+            found = [values.get("random", values) for values in found]
+            assert cell == mean_of([values[first] for values in found if first in values])
+    assert len({name for name, _ in table} & names.keys()) == 4
 
 
 def test_tau_by_length_shows_the_kept_runs():
