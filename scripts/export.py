@@ -125,7 +125,7 @@ def model_card(run: StoredRun, step: int, parameters: int) -> str:
     """Return the README.md of an exported run: method, losses, data."""
     config, losses = run.config, "none, because the run has not ended."
     if run.summary:
-        row = dict(name=run.path.name, train_length=config.train_length, val_loss=run.summary["val_loss"])
+        row = {"name": run.path.name, "train_length": config.train_length, "val_loss": run.summary["val_loss"]}
         losses = f"nats a token, by length of the text.\n\n{loss_table([row])}"
     return CARD.format(
         name=run.path.name, method=config.method, options=json.dumps(config.method_options),

@@ -58,13 +58,13 @@ def main(argv: list[str] | None = None):
     layers = []
     for layer, rotated, scores in measure(model, torch.tensor([tokens], device=device), MAX_PAIRS):
         layers.append(describe_scores(scores, layer=layer, rotated=rotated))
-    statistics = dict(
-        model=args.model, text=args.text.name, text_sha256=hashlib.sha256(text.encode()).hexdigest(),
-        tokens=len(tokens), pairs=scores.shape[1], scale=scale, dtype=str(model.dtype).removeprefix("torch."),
-        device=device_name(device), commit=git_commit(Path(__file__).parent) or "unknown",
-        made=str(datetime.date.today()), layers=layers,
-        command=shlex.join([*COMMAND.split(), *argv]),
-    )  # fmt: skip
+    statistics = {
+        "model": args.model, "text": args.text.name, "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "tokens": len(tokens), "pairs": scores.shape[1], "scale": scale, "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device_name(device), "commit": git_commit(Path(__file__).parent) or "unknown",
+        "made": str(datetime.date.today()), "layers": layers,
+        "command": shlex.join([*COMMAND.split(), *argv]),
+    }  # fmt: skip
     out = args.out or Path("runs") / FOLDER / Path(args.model).resolve().name
     out.mkdir(parents=True, exist_ok=True)
     draw_qq(out / "layers", layers)

@@ -48,11 +48,11 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of all results (default: runs)")
     args, field_arguments = parser.parse_known_args(argv)
     start_time, runs_dir = time.monotonic(), args.runs_dir
-    fields = field_changes("quickstart", field_arguments) | dict(runs_dir=str(runs_dir), resume="auto")
+    fields = field_changes("quickstart", field_arguments) | {"runs_dir": str(runs_dir), "resume": "auto"}
     own = fields.keys() & {"method", "method_options"}
     require(not own, f"the quickstart sets {', '.join(own)} itself. Set it in train_gpt.py quickstart.")
     runs = {
-        name: Run("quickstart", fields | dict(method=method, method_options=options))
+        name: Run("quickstart", fields | {"method": method, "method_options": options})
         for name, (method, options) in METHODS.items()
     }
     config = runs["RoPE"].config
@@ -110,11 +110,11 @@ def draw(summaries: dict[str, dict], config: Config, path: Path):
     losses, gains = [], []
     for name, summary in summaries.items():
         method, _ = METHODS[name]
-        look = plot_styles([method])[method] | dict(label=name)
+        look = plot_styles([method])[method] | {"label": name}
         copies = summary.get("copy_gain", {}).get("random", {})
         losses.append(Line(look, config.val_lengths, [summary["val_loss"][str(n)] for n in config.val_lengths]))
         gains.append(Line(look, config.val_copy_gaps, [copies[str(gap)] for gap in config.val_copy_gaps]))
-    gain_axes = dict(xlabel="tokens between the two copies", ylabel="copy gain, random tokens (nats)")
+    gain_axes = {"xlabel": "tokens between the two copies", "ylabel": "copy gain, random tokens (nats)"}
     text = Panel(f"natural text, trained at {config.train_length} tokens", losses)
     panels = [text, Panel("copies of random tokens", gains, gain_axes)]
     draw_panels(path.with_suffix(""), [panels], x="sequence length in tokens", y="nats a token", log=2)

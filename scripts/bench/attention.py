@@ -56,7 +56,7 @@ class FlexAsWritten(Flex):
     """FlexAttention that evaluates the formula at each logit and reads no table."""
 
     def prepare(self, plan, score_change):
-        return super().prepare(plan, None) | dict(score_mod=make_score_mod(score_change, plan))
+        return super().prepare(plan, None) | {"score_mod": make_score_mod(score_change, plan)}
 
 
 class OneKernel(SDPA):
@@ -76,24 +76,24 @@ class OneKernel(SDPA):
             return super().run(*arguments, **more)
 
 
-KERNELS = dict(cudnn=OneKernel(SDPBackend.CUDNN_ATTENTION), flash2=OneKernel(SDPBackend.FLASH_ATTENTION))
-FORMULAS = dict(plain="nope", si="scale_invariant_nope", alibi="alibi")
-WRITTEN = dict(paper=Paper, softcap=SoftCap)  # for FlexAsWritten
-TILE_OPTIONS = dict(
-    fwd="BLOCK_M BLOCK_N num_warps num_stages",
-    bwd="BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 num_warps num_stages",
-)
+KERNELS = {"cudnn": OneKernel(SDPBackend.CUDNN_ATTENTION), "flash2": OneKernel(SDPBackend.FLASH_ATTENTION)}
+FORMULAS = {"plain": "nope", "si": "scale_invariant_nope", "alibi": "alibi"}
+WRITTEN = {"paper": Paper, "softcap": SoftCap}  # for FlexAsWritten
+TILE_OPTIONS = {
+    "fwd": "BLOCK_M BLOCK_N num_warps num_stages",
+    "bwd": "BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 num_warps num_stages",
+}
 TILES = (  # that --tiles tries: they compile for Hopper, and fit its shared memory in bfloat16 with head dimension 128
     "fwd-128-128-8-2 fwd-128-64-4-2 fwd-128-64-8-3 bwd-64-64-64-64-4-2 bwd-64-64-64-64-4-3 bwd-64-64-64-64-8-3 "
     "bwd-32-128-128-32-8-2 bwd-64-128-128-64-8-1 bwd-64-128-128-64-8-3"
 ).split()
 CUDA = "sdpa:plain flex:plain flex:si flex:alibi flex_flash:plain flex_flash:si".split()
 CPU = ["sdpa:plain", "cpu:plain", "cpu:si", "cpu:alibi", "blocks:plain", "blocks:si"]
-DEFAULTS = dict(
-    cuda=dict(lengths=[4096, 16384, 65536], dtype="bfloat16", variants=CUDA),
-    cpu=dict(lengths=[512, 1024, 4096], dtype="float32", variants=CPU),
-)
-TOKENS = dict(cuda=65536, cpu=4096)  # batch * length of a pass; the batch is at least 1
+DEFAULTS = {
+    "cuda": {"lengths": [4096, 16384, 65536], "dtype": "bfloat16", "variants": CUDA},
+    "cpu": {"lengths": [512, 1024, 4096], "dtype": "float32", "variants": CPU},
+}
+TOKENS = {"cuda": 65536, "cpu": 4096}  # batch * length of a pass; the batch is at least 1
 Variant = tuple[Backend, Method]  # a backend and the method that it computes
 
 
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}; sdpa runs {kernel}.")
     gate = {name: check_variant(variant, device, dtype) for name, variant in variants.items()}
     passed = {name: variant for name, variant in variants.items() if gate[name].startswith("passed")}
-    report.record |= dict(gate=gate, times=[])
+    report.record |= {"gate": gate, "times": []}
     report.add("## Gate\n\nOutput and gradients are compared with float64.", problems=gate)
     _, method = next(iter(variants.values()))  # any method, because all have the same shapes
     for length in args.lengths:
@@ -181,7 +181,7 @@ def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[]
     backward = has_backward(backend, dout.device)
     qkv = [x.detach().requires_grad_(backward) for x in qkv]
     forward = functools.partial(attend, method, *qkv, plan=plan)
-    passes = dict(forward=forward)  # also stores the tensors for the backward pass
+    passes = {"forward": forward}  # also stores the tensors for the backward pass
     if backward:
         passes["both"] = lambda: torch.autograd.grad(forward(), qkv, dout)
     for _ in range(2):
@@ -196,7 +196,7 @@ def time_length(report: protocol.Report, variants: dict[str, Variant], inputs: l
     makers = {name: functools.partial(make_passes, variant, inputs) for name, variant in variants.items()}
     passes, problems = protocol.build_variants(makers)
     report.add(f"## Length {length}, batch {batch}", problems=problems)
-    for kind, forward_passes in dict(forward=1.0, both=3.5).items():
+    for kind, forward_passes in {"forward": 1.0, "both": 3.5}.items():
         timers = {name: functools.partial(protocol.time_calls, calls[kind], device=inputs[0].device)
                   for name, calls in passes.items() if kind in calls}  # fmt: skip
         if not timers:
@@ -207,5 +207,5 @@ def time_length(report: protocol.Report, variants: dict[str, Variant], inputs: l
         for name, seconds in times.items():
             median, ratio = statistics.median(seconds), protocol.ratio_cell(seconds, next(iter(times.values())))
             rows.append([name, f"{median * 1e3:.3f}", f"{flops / median / 1e12:.3g}", ratio])
-        report.record["times"].append(dict(length=length, batch=batch, kind=kind, seconds=times))
+        report.record["times"].append({"length": length, "batch": batch, "kind": kind, "seconds": times})
         report.add(f"### {kind.capitalize()}", rows)

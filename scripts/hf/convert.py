@@ -126,7 +126,7 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     AttentionInterface.register(ATTENTION, attend_with_method)
     AttentionMaskInterface.register(ATTENTION, find_position)
     ROPE_INIT_FUNCTIONS[ROPE_TYPE] = unrotated
-    setattr(config, RECORD, dict(name=method, train_length=train_length, options=options, rope_parameters=rope))
+    setattr(config, RECORD, {"name": method, "train_length": train_length, "options": options, "rope_parameters": rope})
     config.rope_parameters = rope | {"rope_type": ROPE_TYPE}
     shared = model.attention_shared = Shared()
     for layer, layer_method in zip(attention_layers(model), methods, strict=True):

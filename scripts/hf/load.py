@@ -90,10 +90,10 @@ def save_model(model: nn.Module, folder: str | Path):
     model.save_pretrained(folder)
     config.rope_parameters = hook
     names = {"AutoConfig": "MethodLlamaConfig", "AutoModelForCausalLM": "MethodLlamaForCausalLM"}
-    fields = json.loads(path.read_text()) | dict(
-        model_type="method_llama", architectures=[names["AutoModelForCausalLM"]],
-        auto_map={auto: f"{CODE}.{name}" for auto, name in names.items()},
-    )  # fmt: skip
+    fields = json.loads(path.read_text()) | {
+        "model_type": "method_llama", "architectures": [names["AutoModelForCausalLM"]],
+        "auto_map": {auto: f"{CODE}.{name}" for auto, name in names.items()},
+    }  # fmt: skip
     path.write_text(json.dumps(fields, indent=2) + "\n")
     for name, text in export_modules(f"scripts.hf.{CODE}").items():
         (Path(folder) / name).write_text(text)

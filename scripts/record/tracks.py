@@ -110,7 +110,7 @@ def read_score(summary: dict, train_length: int, method: str | None = None) -> d
     first, second = summary.get("copy_loss_as", {}).get(method, summary["copy_loss"])["random"][gap]
     if method and "copy_loss_as" not in summary:  # an old line: the trained method's loss replaces the first copy's
         second = first - summary["copy_gain_as"][method]["random"][gap]
-    return dict(loss_1x=losses[train_length], loss_16x=losses[far], copy_4x=second, score=losses[far] + second)
+    return {"loss_1x": losses[train_length], "loss_16x": losses[far], "copy_4x": second, "score": losses[far] + second}
 
 
 @torch.no_grad()

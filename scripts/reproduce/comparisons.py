@@ -63,9 +63,9 @@ def differences(losses: dict, reference: str, lengths: list[int], not_trained: C
         reference_values = losses.get((reference, length), [])
         if series != reference and length in lengths and values and reference_values:
             stderr, p = t_test(values, reference_values, common_variance(losses, length, not_trained))
-            row = dict(series=series, length=length, seeds=len(values), reference_seeds=len(reference_values))
+            row = {"series": series, "length": length, "seeds": len(values), "reference_seeds": len(reference_values)}
             row["difference"] = statistics.fmean(values) - statistics.fmean(reference_values)
-            rows.append(row | dict(stderr=stderr, p=p, p_holm=None))
+            rows.append(row | {"stderr": stderr, "p": p, "p_holm": None})
     tested = [row for row in rows if row["p"] is not None]
     for row, p in zip(tested, holm([row["p"] for row in tested])):
         row["p_holm"] = p
@@ -176,10 +176,10 @@ class PairedTests(NamedTuple):
                 seeds = sorted(ours.keys() & others.keys() - {*self.left_out})
                 if len(seeds) > 1:
                     differences = [ours[seed] - others[seed] for seed in seeds]
-                    rows.append(dict(measure=measure, rival=rival, seeds=len(seeds)) | paired_t_test(differences))
+                    rows.append({"measure": measure, "rival": rival, "seeds": len(seeds)} | paired_t_test(differences))
         untested = len(self.measures) * len(self.rivals) - len(rows)
         corrected = holm([row["p"] for row in rows] + [1.0] * untested)
-        return [row | dict(p_holm=p) for row, p in zip(rows, corrected)]
+        return [row | {"p_holm": p} for row, p in zip(rows, corrected)]
 
     def section(self) -> list[str]:
         """Return a section with the tests, [] without tests."""
@@ -200,4 +200,4 @@ def paired_t_test(differences: list[float]) -> dict[str, float]:
     mean, stderr = mean_and_stderr(differences)
     # Equal differences, such as 0 when neither method copies, have no t-test.
     p = float(stats.ttest_1samp(differences, 0).pvalue) if stderr else float(mean == 0)
-    return dict(difference=mean, stderr=stderr, p=p)
+    return {"difference": mean, "stderr": stderr, "p": p}

@@ -83,7 +83,7 @@ def draw_panels(
                     axis.set_xscale("log", base=log)
                 if log == 2:
                     axis.xaxis.set_major_formatter("{x:.0f}")
-                labels = dict(xlabel=x if panels is grid[-1] else "", ylabel="" if axis in axes[:, 1:] else y)
+                labels = {"xlabel": x if panels is grid[-1] else "", "ylabel": "" if axis in axes[:, 1:] else y}
                 axis.set(title=panel.title, **labels | panel.axes)
         legend_below(figure)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,20 +16,20 @@ from scripts.shared.runs import StoredRun, measured, val_tokens
 from scripts.shared.tables import markdown_table, summarise
 
 WINDOWS = 4  # windows of validation text, for the attention of trained models
-OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="white", markeredgewidth=0.7)
+OPEN_CIRCLE = {"linestyle": "", "marker": "o", "markersize": 3.5, "markerfacecolor": "white", "markeredgewidth": 0.7}
 
 # ---- validation curves -----------------------------------------------------------------------------------------------
 
 
-CURVES = dict(  # by item: the rest of the sentence "Validation loss ...", with the training lengths in braces
-    figure_train_lengths="at the training length, for three training lengths",
-    figure_train_4k="of the models trained at {0}, at three validation lengths",
-    figure_train_16k="of the models trained at {1}, at three validation lengths",
-    figure_304m="of the large model, at three validation lengths",
-    figure_tau="of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)",
-    figure_scale_invariant_variants="of scale-invariant attention with three positional encodings",
-)
-NOPE_PANELS = dict(figure_train_lengths=1, figure_train_4k=1, figure_train_16k=2)  # from the left; else all
+CURVES = {  # by item: the rest of the sentence "Validation loss ...", with the training lengths in braces
+    "figure_train_lengths": "at the training length, for three training lengths",
+    "figure_train_4k": "of the models trained at {0}, at three validation lengths",
+    "figure_train_16k": "of the models trained at {1}, at three validation lengths",
+    "figure_304m": "of the large model, at three validation lengths",
+    "figure_tau": "of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)",
+    "figure_scale_invariant_variants": "of scale-invariant attention with three positional encodings",
+}
+NOPE_PANELS = {"figure_train_lengths": 1, "figure_train_4k": 1, "figure_train_16k": 2}  # from the left; else all
 
 
 def tau_of(config: Config) -> float:
@@ -59,7 +59,7 @@ def curve_figure(study: Study) -> str:
         lines = curve_lines(shown, looks)
         if shown and baseline and study.scale == "paper":
             last = max(row["step"] for row in shown)
-            lines.append(Line(dict(color="0.6", linestyle="--"), [0, last], [3.28, 3.28]))
+            lines.append(Line({"color": "0.6", "linestyle": "--"}, [0, last], [3.28, 3.28]))
         for zoomed, panels in enumerate(grid):
             panels.append(Panel(title + (" (zoom)" if zoomed else ""), lines, limits(shown, bool(zoomed))))
     draw_panels(study.figure_path(), grid, x="training step", y="nats a token", height=2.2 - 0.45 * zoom, bands=True)
@@ -77,12 +77,12 @@ def curve_lines(rows: list[dict], looks: dict) -> list[Line]:
     full = max((row["val_tokens"] for row in rows), default=0)
     lines = row_lines(rows, "series", "step", looks)
     for i, line in enumerate(lines):
-        markers = dict(markevery=max(1, len(line.xs) // 6))
+        markers = {"markevery": max(1, len(line.xs) // 6)}
         lines[i] = line._replace(look=line.look | markers)
     for series, look in looks.items():
         partial = [row for row in rows if row["series"] == series and row["val_tokens"] < full]
         steps, means = [row["step"] for row in partial], [row["mean"] for row in partial]
-        lines.append(Line(OPEN_CIRCLE | dict(color=look["color"], label="_"), steps, means))
+        lines.append(Line(OPEN_CIRCLE | {"color": look["color"], "label": "_"}, steps, means))
     return lines
 
 
@@ -101,7 +101,7 @@ def limits(rows: list[dict], zoomed: bool) -> dict[str, tuple[float, float]]:
     shown = [row["mean"] for row in rows if row["step"] >= first and row["series"] in best]
     low, high = min(shown), max(shown)
     margin = 0.06 * (high - low) or 0.01
-    return dict(xlim=(first if zoomed else 0, 1.02 * last), ylim=(low - margin, high + margin))
+    return {"xlim": (first if zoomed else 0, 1.02 * last), "ylim": (low - margin, high + margin)}
 
 
 def validation_curves(study: Study) -> list[dict]:
@@ -137,11 +137,11 @@ def validation_curve(stored: StoredRun, method: str | None) -> dict[int, dict]:
 
 # ---- theory and trained models ---------------------------------------------------------------------------------------
 
-SCHEMES = dict(  # of figure_entropy: the trained method, which also gives the colour, and the name in the legend
-    none=("p_rope", "no scaling"),
-    logn=("logn_p_rope", "LogN"),
-    scale_invariant=("scale_invariant_p_rope", "scale-invariant"),
-)
+SCHEMES = {  # of figure_entropy: the trained method, which also gives the colour, and the name in the legend
+    "none": ("p_rope", "no scaling"),
+    "logn": ("logn_p_rope", "LogN"),
+    "scale_invariant": ("scale_invariant_p_rope", "scale-invariant"),
+}
 RANGE_STYLES = ("-", "--", ":")
 
 
@@ -165,7 +165,7 @@ def figure_entropy(study: Study) -> str:
 def entropy_panels(source: str, rows: list[dict]) -> list[Panel]:
     """Return three panels against the context length: entropy, entropy in ranges of distances, local attention."""
     styles = plot_styles([method for method, _ in SCHEMES.values()])
-    looks = {scheme: styles[method] | dict(label=label) for scheme, (method, label) in SCHEMES.items()}
+    looks = {scheme: styles[method] | {"label": label} for scheme, (method, label) in SCHEMES.items()}
 
     def lines(quantity: str, **changes) -> list[Line]:
         shown = [row for row in rows if row["quantity"] == quantity]
@@ -174,7 +174,7 @@ def entropy_panels(source: str, rows: list[dict]) -> list[Panel]:
     ranged = []
     for (start, stop), style in zip(theory.RANGES, RANGE_STYLES):
         ranged += lines(f"entropy_{start}_{stop}", linestyle=style, label="_")
-        ranged.append(Line(dict(color="0.4", linestyle=style, label=f"{start:,} to {stop:,} tokens ago"), [], []))
+        ranged.append(Line({"color": "0.4", "linestyle": style, "label": f"{start:,} to {stop:,} tokens ago"}, [], []))
     return [
         Panel(f"{source}: entropy", lines("entropy")),
         Panel("in a range of distances", ranged),
@@ -202,13 +202,13 @@ def figure_sublog(study: Study) -> str:
     for against, power in (("log t", 1), ("sqrt(log t)", 0.5)):
         lines = []
         for factor, colour in colours.items():
-            points = [row | dict(x=math.log(row["start"]) ** power) for row in rows if row["factor"] == factor]
-            look = dict(color=colour, marker="o", linestyle="", label=f"$\\Delta$ = {factor}")
+            points = [row | {"x": math.log(row["start"]) ** power} for row in rows if row["factor"] == factor]
+            look = {"color": colour, "marker": "o", "linestyle": "", "label": f"$\\Delta$ = {factor}"}
             (line,) = row_lines(points, "factor", "x", {factor: look})
             fit = stats.linregress(line.xs, line.means)
             fitted = fit.slope * np.array(line.xs) + fit.intercept
             numbers = fit.slope, fit.intercept, fit.rvalue**2
-            lines += [line, Line(dict(color=colour, linestyle="--", linewidth=0.8), line.xs, fitted)]
+            lines += [line, Line({"color": colour, "linestyle": "--", "linewidth": 0.8}, line.xs, fitted)]
             cells.append([f"\u0394 = {factor}, against {against}", *(f"{value:.4f}" for value in numbers)])
         panels.append(Panel(f"against {against}", lines))
     y = "expected entropy in $[t, t\\Delta)$ (nats)"

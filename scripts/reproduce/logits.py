@@ -108,7 +108,7 @@ def moments(scores: np.ndarray) -> dict[str, float]:
     ks compares with the Gaussian of the same mean and std. For Gaussian scores and N -> inf, the last three are 0.
     """
     mean, std = scores.mean(), scores.std()
-    values = dict(mean=mean, std=std, skewness=stats.skew(scores), excess_kurtosis=stats.kurtosis(scores))
+    values = {"mean": mean, "std": std, "skewness": stats.skew(scores), "excess_kurtosis": stats.kurtosis(scores)}
     values["ks"] = stats.kstest(scores, "norm", args=(mean, std), method="asymp").statistic
     return {name: float(value) for name, value in values.items()}
 
@@ -118,7 +118,7 @@ def qq_points(scores: np.ndarray, n: int = 200) -> dict[str, list[float]]:
     standard deviation."""
     probabilities = (np.arange(n) + 0.5) / n
     gaussian = stats.norm.ppf(probabilities, scores.mean(), scores.std())
-    return dict(gaussian=gaussian.tolist(), sample=np.quantile(scores, probabilities).tolist())
+    return {"gaussian": gaussian.tolist(), "sample": np.quantile(scores, probabilities).tolist()}
 
 
 # ---- QQ plots --------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def qq_points(scores: np.ndarray, n: int = 200) -> dict[str, list[float]]:
 def describe_scores(scores: Tensor, *, layer: int, rotated: bool) -> dict:
     """Return moments per head, and moments and QQ points over all heads. scores (H, pairs); layer: from 0."""
     heads, pooled = [moments(head) for head in scores.numpy()], scores.flatten().numpy()
-    return dict(layer=layer, rotated=rotated, heads=heads, all=moments(pooled), qq=qq_points(pooled))
+    return {"layer": layer, "rotated": rotated, "heads": heads, "all": moments(pooled), "qq": qq_points(pooled)}
 
 
 def moments_table(models: dict[str, list[dict]]) -> str:
@@ -147,9 +147,9 @@ def draw_qq(path: Path, layers: list[dict]):
         panels = []
         for row in [row for row in layers if row["rotated"] == rotated]:
             gaussian, sample = row["qq"]["gaussian"], row["qq"]["sample"]
-            equal = Line(dict(color="#D00000", linewidth=0.8, label="Gaussian"), gaussian, gaussian)
-            scores = Line(dict(color="#0072B2", linewidth=1.2, label="scores"), gaussian, sample)
-            axes = {} if len(panels) % 6 else dict(ylabel=f"{form}\nscore quantile")
+            equal = Line({"color": "#D00000", "linewidth": 0.8, "label": "Gaussian"}, gaussian, gaussian)
+            scores = Line({"color": "#0072B2", "linewidth": 1.2, "label": "scores"}, gaussian, sample)
+            axes = {} if len(panels) % 6 else {"ylabel": f"{form}\nscore quantile"}
             panels.append(Panel(f"layer {row['layer'] + 1}", [equal, scores], axes))
         grid += [panels[start : start + 6] for start in range(0, len(panels), 6)]
     draw_panels(path, grid, x="Gaussian quantile", y="", height=1.5)

@@ -49,7 +49,7 @@ def distance_section(study: Study, distances: dict[tuple[str, int, int], list[in
     for series, length, least in sorted(distances, key=lambda key: (order(key[0]), *key[1:])):
         found, needles = distances[series, length, least]
         middle = 1.5 * least  # the cell counts distances from `least` to 2 * least - 1
-        rows.append(dict(method=series, length=length, middle=middle, mean=found / needles, stderr=None))
+        rows.append({"method": series, "length": length, "middle": middle, "mean": found / needles, "stderr": None})
         cells[series, length][least] = f"{found}/{needles}"
     if not rows:
         return []
@@ -58,7 +58,7 @@ def distance_section(study: Study, distances: dict[tuple[str, int, int], list[in
     for length in sorted({row["length"] for row in rows}):
         at_length = [row for row in rows if row["length"] == length]
         lines = row_lines(at_length, "method", "middle", looks)
-        panels.append(Panel(f"at {study.length_label(length)}", lines, dict(ylim=(-0.03, 1.03))))
+        panels.append(Panel(f"at {study.length_label(length)}", lines, {"ylim": (-0.03, 1.03)}))
     x, y = "tokens back to the needle", "needles found"
     draw_panels(study.figure_path(name), [panels], x=x, y=y, log=2, sharey=True)
     lines = [([series_name(series), str(length)], counts) for (series, length), counts in cells.items()]

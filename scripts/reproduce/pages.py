@@ -47,7 +47,10 @@ from scripts.shared.tables import mean_and_stderr
 
 NAMED = "calibration"  # the file of single runs for results/calibration.md, which the names of the runs tell apart
 SHORT = {"SI": SI, "QUARTER": "form=barbero share=0.25"}
-CHANGES = dict(prose={"data_dir": "data/books"}, far_books={"data_dir": "data/books_far"})  # folder of results/: fields
+CHANGES = {
+    "prose": {"data_dir": "data/books"},
+    "far_books": {"data_dir": "data/books_far"},
+}  # folder of results/: fields
 
 # ---- the numbers -----------------------------------------------------------------------------------------------------
 
@@ -78,10 +81,10 @@ def numbers_of_run(file: Path, stored: StoredRun) -> dict[str, float]:
         numbers[f"needle {place} {length} {series}"] = share
 
     # 2. Measures of the trained method, and of the methods with which its weights were validated.
-    measures = dict(
-        loss=lambda stored, method: final_losses(stored.summary, method),
-        copy=lambda stored, method: copy_gains(stored.summary, method),
-    )
+    measures = {
+        "loss": lambda stored, method: final_losses(stored.summary, method),
+        "copy": lambda stored, method: copy_gains(stored.summary, method),
+    }
     for study in studies():
         measures |= study.NUMBERS
     for method in (None, *stored.config.validate_as):

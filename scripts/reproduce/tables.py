@@ -184,7 +184,7 @@ def paper_targets(table: str) -> dict[tuple[str, int], dict]:
 
     A target has mean, stderr, seeds, note, and a remark if the number is odd. Values absent in the paper are None.
     """
-    kinds, targets = dict(mean=float, stderr=float, seeds=int, note=str, remark=str), {}
+    kinds, targets = {"mean": float, "stderr": float, "seeds": int, "note": str, "remark": str}, {}
     with open(Path(__file__).with_name("paper_targets.csv"), newline="") as file:
         for row in csv.DictReader(file):
             if row["table"] == table:

@@ -70,11 +70,11 @@ def iid_entropy(
     """
     generator, samples = torch.Generator().manual_seed(seed), defaultdict(list)
     for length in lengths:
-        schemes = dict(
-            none=(1.0, 0.0),
-            logn=(logn_scale * math.log(length), 0.0),
-            scale_invariant=coefficients(torch.arange(length), tau=tau),
-        )
+        schemes = {
+            "none": (1.0, 0.0),
+            "logn": (logn_scale * math.log(length), 0.0),
+            "scale_invariant": coefficients(torch.arange(length), tau=tau),
+        }
         for scores in gaussian_scores(draws, length, generator):
             for scheme, (a, m) in schemes.items():
                 for quantity, values in attention_statistics(a * scores + m).items():

@@ -7,51 +7,51 @@ from configs.config import Config
 
 # Name, colour, line style and marker, in matplotlib's notation. Colour-blind readers can tell the colours apart: they
 # are the palette of Okabe and Ito, and two darker tones of Tol's. Line styles differ too, for print in grey.
-SHOWN_AS = dict(
-    rope=("RoPE", "#E69F00", "-", "o"),
-    p_rope=("p-RoPE", "#56B4E9", "-", "s"),
-    nope=("NoPE", "#999999", "-", "x"),
-    rope_ntk=("RoPE+NTK", "#D55E00", "--", "o"),
-    yarn=("YaRN", "#A6761D", ":", "o"),
-    logn_rope=("LogN+RoPE", "#0072B2", "-", "^"),
-    logn_p_rope=("LogN+p-RoPE", "#CC79A7", "-", "v"),
-    logn_ntk=("LogN+NTK", "#882255", "--", "^"),
-    alibi=("ALiBi", "#009E73", "-", "D"),
-    scale_invariant_p_rope=("Scale-invariant p-RoPE", "#000000", "-", "*"),
-    scale_invariant_rope=("Scale-invariant RoPE", "#555555", "--", "*"),
-    scale_invariant_nope=("Scale-invariant NoPE", "#555555", ":", "*"),
-    infini_rope=("Infini-RoPE", "#332288", "-", "P"),
-    infini_p_rope=("Infini-p-RoPE", "#332288", "--", "P"),
-)
+SHOWN_AS = {
+    "rope": ("RoPE", "#E69F00", "-", "o"),
+    "p_rope": ("p-RoPE", "#56B4E9", "-", "s"),
+    "nope": ("NoPE", "#999999", "-", "x"),
+    "rope_ntk": ("RoPE+NTK", "#D55E00", "--", "o"),
+    "yarn": ("YaRN", "#A6761D", ":", "o"),
+    "logn_rope": ("LogN+RoPE", "#0072B2", "-", "^"),
+    "logn_p_rope": ("LogN+p-RoPE", "#CC79A7", "-", "v"),
+    "logn_ntk": ("LogN+NTK", "#882255", "--", "^"),
+    "alibi": ("ALiBi", "#009E73", "-", "D"),
+    "scale_invariant_p_rope": ("Scale-invariant p-RoPE", "#000000", "-", "*"),
+    "scale_invariant_rope": ("Scale-invariant RoPE", "#555555", "--", "*"),
+    "scale_invariant_nope": ("Scale-invariant NoPE", "#555555", ":", "*"),
+    "infini_rope": ("Infini-RoPE", "#332288", "-", "P"),
+    "infini_p_rope": ("Infini-p-RoPE", "#332288", "--", "P"),
+}
 LINES = {method: shown[1:] for method, shown in SHOWN_AS.items()}
 # Names of methods, and of single mechanisms in a sum such as p_rope+forget+gate.
-NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | dict(
-    fox="FoX",
-    rnope_swa="RNoPE-SWA",
-    swan="SWAN",
-    llama4="Llama 4",
-    kerple_log="KERPLE, logarithm",
-    kerple_power="KERPLE, power",
-    nape="NAPE, adaptive scaling",
-    pope="PoPE",
-    fire="FIRE",
-    stick_breaking="Stick-breaking",
-    bam="BAM",
-    bam_ssmax="BAM, scalable softmax",
-    wall="Wall attention",
-    factor="scores \u00d7 factor",
-    log_root="\u221a(1 + 2 log n)",
-    log_offset="log(n + a)",
-    n_power="power of n",
-    lssar="Softplus with re-weighting",
-    grape_ap="GRAPE-AP",
-    nape_entmax="NAPE, entmax",
-    scale_invariant="Scale-invariant NoPE",
-    forget="forgetting",
-    gate="gated output",
-    sink="sinks",
-    xsa="XSA",
-)
+NAMES = {method: shown[0] for method, shown in SHOWN_AS.items()} | {
+    "fox": "FoX",
+    "rnope_swa": "RNoPE-SWA",
+    "swan": "SWAN",
+    "llama4": "Llama 4",
+    "kerple_log": "KERPLE, logarithm",
+    "kerple_power": "KERPLE, power",
+    "nape": "NAPE, adaptive scaling",
+    "pope": "PoPE",
+    "fire": "FIRE",
+    "stick_breaking": "Stick-breaking",
+    "bam": "BAM",
+    "bam_ssmax": "BAM, scalable softmax",
+    "wall": "Wall attention",
+    "factor": "scores \u00d7 factor",
+    "log_root": "\u221a(1 + 2 log n)",
+    "log_offset": "log(n + a)",
+    "n_power": "power of n",
+    "lssar": "Softplus with re-weighting",
+    "grape_ap": "GRAPE-AP",
+    "nape_entmax": "NAPE, entmax",
+    "scale_invariant": "Scale-invariant NoPE",
+    "forget": "forgetting",
+    "gate": "gated output",
+    "sink": "sinks",
+    "xsa": "XSA",
+}
 OPTION_NAMES = {
     "slope_scale=1": "published slopes",
     "learn_tau=True": "\u03c4 learned by each head",
@@ -98,7 +98,7 @@ def series_name(series: str) -> str:
 
 def option_name(option: str) -> str:
     name, value = option.split("=", maxsplit=1)
-    shown = dict(tau=f"\u03c4 = {value}", slope_scale=f"slopes \u00d7 {value}")
+    shown = {"tau": f"\u03c4 = {value}", "slope_scale": f"slopes \u00d7 {value}"}
     return OPTION_NAMES.get(option, shown.get(name, f"{name} {value}"))
 
 
@@ -124,5 +124,5 @@ def plot_styles(shown: Iterable[str]) -> dict[str, dict]:
     styles = {}
     for series in shown:
         color, linestyle, marker = lines[series]
-        styles[series] = dict(color=color, linestyle=linestyle, marker=marker, label=series_name(series))
+        styles[series] = {"color": color, "linestyle": linestyle, "marker": marker, "label": series_name(series)}
     return styles

@@ -100,7 +100,7 @@ def with_settings(scale: Scale, seeds: list[int] | None, needle: dict) -> Scale:
 def add_changes(name: str, run: Run, changes: dict) -> Run:
     """Return the run with the changes that differ from its preset. Raise ValueError for a field that the sweep sets."""
     for field in changes.keys() & run.changes.keys():
-        instruction = dict(seed="Use --seeds.", method="Use --methods.").get(field, "Leave it out.")
+        instruction = {"seed": "Use --seeds.", "method": "Use --methods."}.get(field, "Leave it out.")
         same = changes[field] == run.changes[field]
         require(same, f"--{field}: sweep {name} sets it to {run.changes[field]!r} in a run. {instruction}")
     base = preset(run.preset)
