@@ -7,7 +7,6 @@ The checks: GPU, data, attention against float64, and the time of a training ste
 not stop the others. Exit code: 1 if something is broken, 2 for a mistake in the command.
 """
 
-import argparse
 import dataclasses
 import platform
 import statistics
@@ -33,6 +32,7 @@ from runtime.processes import World, start_processes
 from scripts.bench.attention import check_variant
 from scripts.bench.protocol import describe_machine
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
+from scripts.shared.arguments import Parser
 
 METHODS = ("p_rope", "scale_invariant_p_rope", "alibi")  # checked in each backend, beside the run's own method
 FIXED_PTXAS = 13, 3  # older versions make wrong code for Hopper: github.com/triton-lang/triton/issues/9433
@@ -50,8 +50,7 @@ class Finding(NamedTuple):
 
 
 def main(argv: list[str] | None = None):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m scripts.doctor", description=__doc__, formatter_class=layout)
+    parser = Parser("doctor", __doc__)
     parser.add_argument("preset", nargs="?", help="preset (default: quickstart); fields of train_gpt.py may follow")
     argv = sys.argv[1:] if argv is None else argv
     args, fields = parser.parse_known_args(argv if argv and not argv[0].startswith("-") else ["quickstart", *argv])

@@ -11,7 +11,6 @@ lengths are measured on the same tokens. By default these are the validation tok
 split of another folder, at most as many tokens, and the numbers go to RUN/evaluation_FINGERPRINT.json.
 """
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from measure.copy_gain import KINDS, recovery
 from measure.validation import Validation
 from runtime.checkpoint import latest_checkpoint
 from runtime.processes import World, start_processes
+from scripts.shared.arguments import Parser
 from scripts.shared.runs import (
     check_tokenizer,
     join,
@@ -116,16 +116,16 @@ def print_copies(results: list[dict]):
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m scripts.evaluate", description=__doc__.split("\n")[0])
+    parser = Parser("evaluate", __doc__)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    parser.add_runs()
     add("--lengths", nargs="+", type=int, help="sequence lengths (default: the run's val_lengths)")
     add("--val-tokens", type=int, help="tokens at each length (default: the run's val_tokens)")
     add("--data", type=Path, metavar="DIR", help="data folder of other text (default: the run's data_dir)")
     add("--as", nargs="+", default=[], metavar="METHOD", dest="methods", help="validate with these methods, too")
     add("--copy", nargs="+", default=[], type=int, metavar="GAP", help="measure copy gain at these gaps, in tokens")
     add("--far", type=int, default=0, metavar="WINDOWS", help="measure far gain on this number of windows")
-    add("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_device()
     args = parser.parse_args(argv)
     world, rows, results = start_processes(args.device), [], []
     for folder in args.runs:

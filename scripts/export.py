@@ -8,7 +8,6 @@ AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) gives the s
 the folder of --out, after an export if it does not exist. It needs a login (`hf auth login`).
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from errors import exit_on_user_error, require
 from runtime.checkpoint import latest_checkpoint
 from scripts.hf.load import import_transformers
 from scripts.hf.modules import ROOT, export_modules
+from scripts.shared.arguments import Parser
 from scripts.shared.runs import StoredRun, load_run, read_object, read_run
 from scripts.shared.tables import loss_table
 
@@ -59,11 +59,12 @@ Commit: {commit}.
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser("python -m scripts.export", description=__doc__.split("\n")[0])
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="new folder (default: RUN/hf)")
-    parser.add_argument("--push", metavar="USER/MODEL", help="upload to this hub repository, created if missing")
-    parser.add_argument("--private", action="store_true", help="create the repository as private")
+    parser = Parser("export", __doc__)
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run folder")
+    add("--out", type=Path, metavar="FOLDER", help="new folder (default: RUN/hf)")
+    add("--push", metavar="USER/MODEL", help="upload to this hub repository, created if missing")
+    add("--private", action="store_true", help="create the repository as private")
     args = parser.parse_args(argv)
     out = args.out or args.run / "hf"
     if args.push is None or not out.exists():

@@ -12,7 +12,6 @@ A score is the share of needles whose city and number are both right, by greedy 
 files are in RUN/needle/. The same command continues an interrupted fine-tuning or scoring.
 """
 
-import argparse
 import dataclasses
 import math
 from collections import defaultdict
@@ -39,6 +38,7 @@ from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoi
 from runtime.metrics import Metrics
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
+from scripts.shared.arguments import Parser
 from scripts.shared.runs import load_run, read_object, read_run, tokenizer_of_run
 
 SAVE_EVERY = 50  # steps
@@ -48,17 +48,18 @@ TEST_SEED = 1_000_000  # of the scored examples: the same for all runs, and unli
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m scripts.needle", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    parser.add_argument("--lengths", nargs="+", type=int, help="tokens per prompt (default: 1, 4, 16 x train_length)")
-    parser.add_argument("--scale", default="paper", choices=SCALES, help="gives the defaults of the next five options")
-    parser.add_argument("--haystack", choices=["c4", "shards"], help=f"c4 (cached in {C4}), or the run's own shards")
-    parser.add_argument("--steps", type=int, help="fine-tuning steps")
-    parser.add_argument("--sequences", type=int, help="sequences per step (paper: 64)")
-    parser.add_argument("--curriculum", type=int, help="tokens per sequence in the first half of the steps (0: off)")
-    parser.add_argument("--examples", type=int, help="scored prompts per length")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
+    parser = Parser("needle", __doc__)
+    add = parser.add_argument
+    parser.add_runs()
+    add("--lengths", nargs="+", type=int, help="tokens per prompt (default: 1, 4, 16 x train_length)")
+    add("--scale", default="paper", choices=SCALES, help="gives the defaults of the next five options")
+    add("--haystack", choices=["c4", "shards"], help=f"c4 (cached in {C4}), or the run's own shards")
+    add("--steps", type=int, help="fine-tuning steps")
+    add("--sequences", type=int, help="sequences per step (paper: 64)")
+    add("--curriculum", type=int, help="tokens per sequence in the first half of the steps (0: off)")
+    add("--examples", type=int, help="scored prompts per length")
+    parser.add_device()
+    add("--compile", default="auto", choices=["auto", "on", "off"])
     args = parser.parse_args(argv)
     given = {name: value for name, value in vars(args).items() if name in vars(Needle()) and value is not None}
     needle = dataclasses.replace(SCALES[args.scale].needle, **given)

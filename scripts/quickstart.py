@@ -9,7 +9,6 @@ get the same tokens, steps and learning rates. Each has the constants that were 
 (results/quickstart.md).
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from data.shards import read_manifest
 from errors import exit_on_user_error, require
 from files import replace_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
-from scripts.shared.arguments import field_changes
+from scripts.shared.arguments import Parser, field_changes
 from scripts.shared.looks import plot_styles
 from scripts.shared.runs import data_fingerprint, read_runs
 from scripts.shared.states import find_stored, run_state, sidecar
@@ -44,7 +43,7 @@ the loss of their second copy, in nats per token. Columns: tokens between the co
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m scripts.quickstart", description=__doc__.split("\n")[0])
+    parser = Parser("quickstart", __doc__)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of all results (default: runs)")
     args, field_arguments = parser.parse_known_args(argv)
     start_time, runs_dir = time.monotonic(), args.runs_dir

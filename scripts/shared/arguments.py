@@ -1,4 +1,4 @@
-"""Command-line options that choose runs, for sweep and reproduce."""
+"""Command lines: the parser of all commands, and the options that choose runs, for sweep and reproduce."""
 
 import argparse
 from pathlib import Path
@@ -7,6 +7,21 @@ from configs.command_line import read_config, read_fields
 from configs.runs import SET_BY_SWEEPS
 from configs.sweeps import SCALES
 from errors import require
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads the arguments of `python -m scripts.NAME`. about: what --help prints, the docstring of the command."""
+
+    def __init__(self, name: str, about: str):
+        layout = argparse.RawDescriptionHelpFormatter
+        prog = f"python -m scripts.{name}"
+        super().__init__(prog=prog, description=about, formatter_class=layout, allow_abbrev=False)
+
+    def add_device(self):
+        self.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+
+    def add_runs(self):
+        self.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
 
 
 def add_run_options(parser: argparse.ArgumentParser, runs_dir: Path | None = Path("runs")):
