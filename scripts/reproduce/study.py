@@ -11,7 +11,7 @@ from configs.config import config_hash
 from configs.presets import preset
 from configs.runs import Run
 from configs.sweeps import SCALES
-from scripts.shared.looks import NAMES, series_label
+from scripts.shared.looks import named, series_label
 from scripts.shared.runs import StoredRun, single_val_tokens
 from scripts.shared.states import find_stored, run_state
 from scripts.shared.sweeps import all_sweeps, sweep
@@ -97,10 +97,10 @@ class Study:
 
     @property
     def all_series(self) -> list[str]:
-        """Return the series in the order of NAMES. A method comes before its forms with options."""
+        """Return the series in the order of looks.csv. A method comes before its forms with options."""
         present = dict.fromkeys(series for run in self.runs for series in self.series(run))
         methods = {series: series.split(" ")[0] for series in present}
-        order = [*NAMES, *methods.values()]
+        order = [*named(), *methods.values()]
         return sorted(present, key=lambda series: (order.index(methods[series]), " " in series))
 
     def drop(self, run: Run, reason: str):
