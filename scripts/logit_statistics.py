@@ -48,9 +48,10 @@ def main(argv: list[str] | None = None):
     parser.add_device()
     args = parser.parse_args(argv)
     text, device = args.text.read_text(encoding="utf-8").strip(), start_processes(args.device).device
-    config_file = Path(args.model) / "config.json"
+    folder = Path(args.model)
+    config_file = folder / "config.json"
     if config_file.is_file() and "model_type" not in json.loads(config_file.read_text()):
-        (_, model), tokenizer = load_run(Path(args.model), device), tokenizer_of_run(read_run(Path(args.model)))
+        (_, model), tokenizer = load_run(folder, device), tokenizer_of_run(read_run(folder))
         measure, scale = layer_scores, "q.k / sqrt(d)"
     else:
         model, tokenizer = load_model(args.model, dtype="auto", device=device), load_tokenizer(args.model)
@@ -60,12 +61,19 @@ def main(argv: list[str] | None = None):
     for layer, rotated, scores in measure(model, torch.tensor([tokens], device=device), MAX_PAIRS):
         layers.append(describe_scores(scores, layer=layer, rotated=rotated))
     statistics = {
-        "model": args.model, "text": args.text.name, "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "tokens": len(tokens), "pairs": scores.shape[1], "scale": scale, "dtype": str(model.dtype).removeprefix("torch."),
-        "device": device_name(device), "commit": git_commit(Path(__file__).parent) or "unknown",
-        "made": str(datetime.date.today()), "layers": layers,
+        "model": args.model,
+        "text": args.text.name,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "tokens": len(tokens),
+        "pairs": scores.shape[1],
+        "scale": scale,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device_name(device),
+        "commit": git_commit(Path(__file__).parent) or "unknown",
+        "made": str(datetime.date.today()),
+        "layers": layers,
         "command": shlex.join([*COMMAND.split(), *argv]),
-    }  # fmt: skip
+    }
     out = args.out or Path("runs") / FOLDER / Path(args.model).resolve().name
     out.mkdir(parents=True, exist_ok=True)
     draw_qq(out / "layers", layers)

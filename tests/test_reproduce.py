@@ -14,9 +14,10 @@ from test_train import write_shards
 
 from configs.sweeps import SCALES
 from model.gpt import GPT
+from results import reach
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import __main__ as command
-from scripts.reproduce import figures, needles, reach, theory
+from scripts.reproduce import figures, needles, theory
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes

@@ -147,11 +147,6 @@ def samples(values: dict[tuple, BySeed]) -> dict[tuple, list[float]]:
     return {key: [*by_seed.values()] for key, by_seed in values.items()}
 
 
-def at(values: dict[tuple, BySeed], key) -> dict[str, BySeed]:
-    """Return {series: BySeed} of this key."""
-    return {series: by_seed for (series, other), by_seed in values.items() if other == key}
-
-
 def abbreviate_length(length: int) -> str:
     """Return the length as the paper writes it: 4k for 4096."""
     return f"{length // 1024}k" if length % 4096 == 0 else str(length)

@@ -5,7 +5,7 @@ A study of ours is a folder results/NAME. Its file study.py has
     SCALE     the default of --scale for its sweeps and items. "": they are for every scale.
     SWEEPS    {name: function from a Scale to a list of Runs}
     ITEMS     {name: function from a scripts.reproduce.study.Study to Markdown}: tables and figures
-    TESTS     {name of an item: function from a Study to a list of PairedTests}: tests that were fixed before their runs
+    TESTS     {name of an item: function from a Study to PairedTests (results/paired.py)}, fixed before their runs
     NUMBERS   {kind: function from a stored run and a method to {key: number}}: further numbers for pages
 
 The paper's sweeps are in configs/sweeps.py.
