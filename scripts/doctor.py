@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 
 
 def main(argv: list[str] | None = None):
-    parser = Parser("doctor", __doc__)
+    parser = Parser("python -m scripts.doctor", __doc__)
     parser.add_argument("preset", nargs="?", help="preset (default: quickstart); fields of train_gpt.py may follow")
     argv = sys.argv[1:] if argv is None else argv
     args, fields = parser.parse_known_args(argv if argv and not argv[0].startswith("-") else ["quickstart", *argv])

@@ -116,7 +116,7 @@ def print_copies(results: list[dict]):
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = Parser("evaluate", __doc__)
+    parser = Parser("python -m scripts.evaluate", __doc__)
     add = parser.add_argument
     parser.add_runs()
     add("--lengths", nargs="+", type=int, help="sequence lengths (default: the run's val_lengths)")

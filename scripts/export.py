@@ -59,7 +59,7 @@ Commit: {commit}.
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = Parser("export", __doc__)
+    parser = Parser("python -m scripts.export", __doc__)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder")
     add("--out", type=Path, metavar="FOLDER", help="new folder (default: RUN/hf)")

@@ -27,7 +27,7 @@ INCOMPLETE = "\ufffd"  # decoded text of a character whose bytes are not complet
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = Parser("generate", __doc__)
+    parser = Parser("python -m scripts.generate", __doc__)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder")
     add("prompt", help="text to continue")

@@ -33,7 +33,7 @@ CURVE = ("step", "val_loss", "val_loss_as", "copy_gain")
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = Parser("keep", __doc__)
+    parser = Parser("python -m scripts.keep", __doc__)
     parser.add_runs()
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="runs.jsonl of a scale")
     args = parser.parse_args(argv)

@@ -39,7 +39,7 @@ MAX_PAIRS = 2**18  # random pairs per head. Texts of up to 725 tokens have fewer
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser("logit_statistics", __doc__)
+    parser = Parser("python -m scripts.logit_statistics", __doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="run folder, Hugging Face folder, or name on the hub")
     add("--text", required=True, type=Path, metavar="FILE", help="text file in UTF-8")

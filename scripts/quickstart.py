@@ -43,7 +43,7 @@ the loss of their second copy, in nats per token. Columns: tokens between the co
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = Parser("quickstart", __doc__)
+    parser = Parser("python -m scripts.quickstart", __doc__)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of all results (default: runs)")
     args, field_arguments = parser.parse_known_args(argv)
     start_time, runs_dir = time.monotonic(), args.runs_dir

@@ -36,15 +36,12 @@ class Trainer:
         self.backends = ", ".join(dict.fromkeys(layer.backend.name for layer in self.plan.layers))
         self.compiled = compile_model(self.model, config, self.world)
         self.optimizers = build_optimizers(config, self.model, self.world)
-        sequences = config.batch_tokens // config.train_length
         size = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, world_size=1)
         generator = torch.Generator().manual_seed(0)
-        shape = sequences, config.train_length + 1
+        shape = config.batch_tokens // config.train_length, config.train_length + 1
         tokens = torch.randint(config.vocab_size, shape, generator=generator).to(device)
-        self.micro_batches = []
-        for part in tokens.split(size):
-            inputs, targets = part[:, :-1], part[:, 1:]
-            self.micro_batches.append((inputs.contiguous(), targets.contiguous()))
+        inputs, targets = (part.contiguous().split(size) for part in (tokens[:, :-1], tokens[:, 1:]))
+        self.micro_batches = [*zip(inputs, targets)]
         for _ in range(WARM_UP_STEPS):
             self.step()
         self.peak_bytes = None  # peak memory of a step, without the memory of other variants (CUDA)

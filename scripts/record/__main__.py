@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None):
         tracks.register(Path(argv[1]), argv[2])
         sys.argv = ["train_gpt.py", *argv[3:]]
         return runpy.run_path(str(ROOT / "train_gpt.py"), run_name="__main__")
-    parser = Parser("record", __doc__)
+    parser = Parser("python -m scripts.record", __doc__)
     add = parser.add_argument
     add("command", choices=COMMANDS)
     add("target", nargs="?", type=Path, default=Path(), help="TRACK or FOLDER")

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None):
     # 1. The arguments.
     argv = sys.argv[1:] if argv is None else argv
     items = all_items()
-    parser = Parser("reproduce", f"{__doc__}\nItems: all, {', '.join(items)}.")
+    parser = Parser("python -m scripts.reproduce", f"{__doc__}\nItems: all, {', '.join(items)}.")
     parser.add_argument("item", metavar="ITEM", choices=["all", *items])
     out_help = "folder of the page and the figures (default: of the study, or results/SCALE)"
     parser.add_argument("--out", type=Path, help=out_help)

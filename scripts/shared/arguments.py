@@ -10,11 +10,10 @@ from errors import require
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads the arguments of `python -m scripts.NAME`. about: what --help prints, the docstring of the command."""
+    """Reads the arguments of a command. about: what --help prints, the command's docstring."""
 
-    def __init__(self, name: str, about: str):
+    def __init__(self, prog: str, about: str):
         layout = argparse.RawDescriptionHelpFormatter
-        prog = f"python -m scripts.{name}"
         super().__init__(prog=prog, description=about, formatter_class=layout, allow_abbrev=False)
 
     def add_device(self):
@@ -24,13 +23,14 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
 
 
-def add_run_options(parser: argparse.ArgumentParser, runs_dir: Path | None = Path("runs")):
+def add_run_options(parser: Parser, runs_dir: Path | None = Path("runs")):
     """Add the options that choose runs of a sweep. runs_dir: the default of --runs-dir."""
-    parser.add_argument("--scale", choices=SCALES, help="size of models and texts (default: paper)")
-    parser.add_argument("--seeds", nargs="+", type=int, help="seeds (default: the seeds of the scale)")
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="only these methods")
-    parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="changed needle-task settings")
-    parser.add_argument("--runs-dir", type=Path, default=runs_dir, help="folder of the run folders (default: runs)")
+    add = parser.add_argument
+    add("--scale", choices=SCALES, help="size of models and texts (default: paper)")
+    add("--seeds", nargs="+", type=int, help="seeds (default: the seeds of the scale)")
+    add("--methods", nargs="+", metavar="METHOD", help="only these methods")
+    add("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="changed needle-task settings")
+    add("--runs-dir", type=Path, default=runs_dir, help="folder of the run folders (default: runs)")
 
 
 def field_changes(preset: str, arguments: list[str]) -> dict:
