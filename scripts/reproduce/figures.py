@@ -162,9 +162,11 @@ def figure_entropy(study: Study) -> str:
     grid = [entropy_panels(source, rows) for source, rows in sources.items()]
     x = "context length (tokens)"
     draw_panels(study.figure_path(), grid, x=x, y="nats", log=10, height=1.75, bands=True, sharex=True)
-    text = "Attention with no scaling, with LogN, and scale-invariant. Top: independent Gaussian scores (LogN s = 0.4, "
-    text += f"\u03c4 = 10), mean over {theory.DRAWS} draws. Bottom: last query of each context in p-RoPE models, mean "
-    text += f"over seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error."
+    text = (
+        "Attention with no scaling, with LogN, and scale-invariant. Top: independent Gaussian scores (LogN s = 0.4, "
+        f"\u03c4 = 10), mean over {theory.DRAWS} draws. Bottom: last query of each context in p-RoPE models, mean "
+        f"over seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error."
+    )
     if not trained:
         study.notes.append("The bottom row is left out, because there is no trained model.")
     return text + "\n\n" + study.figure_markdown()
@@ -197,7 +199,7 @@ def trained_entropy(study: Study, lengths: list[int]) -> list[dict]:
     for config, model, windows in logits.trained_models(study, WINDOWS, lengths[-1]):
         for (length, quantity), values in logits.attention_profile(model, windows, lengths).items():
             samples[schemes[config.method], length, quantity] += values
-    return summarise(samples, "scheme", "length", "quantity", count="samples")
+    return summarise(samples, "scheme", "length", "quantity")
 
 
 def figure_sublog(study: Study) -> str:
@@ -206,8 +208,8 @@ def figure_sublog(study: Study) -> str:
     starts = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000]
     colours = {2: "#0072B2", 5: "#D55E00", 10: "#000000"}  # by factor, the paper's Delta
     rows = theory.iid_range_entropy(starts, [*colours], theory.DRAWS, 0, scale_invariant)
-    panels, cells = [], []
-    for against, power in (("log t", 1), ("sqrt(log t)", 0.5)):
+    panels, cells = [], [["linear fit", "slope", "intercept", "R^2"]]
+    for against, power in {"log t": 1, "sqrt(log t)": 0.5}.items():
         lines = []
         for factor, colour in colours.items():
             points = [row | {"x": math.log(row["start"]) ** power} for row in rows if row["factor"] == factor]
@@ -215,15 +217,16 @@ def figure_sublog(study: Study) -> str:
             (line,) = row_lines(points, "factor", "x", {factor: look})
             fit = stats.linregress(line.xs, line.means)
             fitted = fit.slope * np.array(line.xs) + fit.intercept
-            numbers = fit.slope, fit.intercept, fit.rvalue**2
             lines += [line, Line({"color": colour, "linestyle": "--", "linewidth": 0.8}, line.xs, fitted)]
-            cells.append([f"\u0394 = {factor}, against {against}", *(f"{value:.4f}" for value in numbers)])
+            numbers = [f"{value:.4f}" for value in (fit.slope, fit.intercept, fit.rvalue**2)]
+            cells.append([f"\u0394 = {factor}, against {against}", *numbers])
         panels.append(Panel(f"against {against}", lines))
     y = "expected entropy in $[t, t\\Delta)$ (nats)"
     draw_panels(study.figure_path(), [panels], x="", y=y, sharey=True)
-    text = "Expected entropy (nats) of attention at distances in [t, t\u0394), against log t and against sqrt(log t), "
-    text += "for independent Gaussian scores, "
-    text += "scale-invariant with \u03c4 = 10." if scale_invariant else "not scaled."
-    text += f" Mean over {theory.DRAWS} draws; bars: \u00b1 1 standard error. Dashed: best linear fits."
-    table = markdown_table([["linear fit", "slope", "intercept", "R^2"], *cells])
-    return f"{text}\n\n{study.figure_markdown()}\n\n{table}"
+    scores = "scale-invariant with \u03c4 = 10." if scale_invariant else "not scaled."
+    text = (
+        "Expected entropy (nats) of attention at distances in [t, t\u0394), against log t and against sqrt(log t), "
+        f"for independent Gaussian scores, {scores} Mean over {theory.DRAWS} draws; bars: \u00b1 1 standard error. "
+        "Dashed: best linear fits."
+    )
+    return f"{text}\n\n{study.figure_markdown()}\n\n{markdown_table(cells)}"

@@ -79,7 +79,7 @@ def iid_entropy(
             for scheme, (a, m) in schemes.items():
                 for quantity, values in attention_statistics(a * scores + m).items():
                     samples[scheme, length, quantity] += values.tolist()
-    return summarise(samples, "scheme", "length", "quantity", count="samples")
+    return summarise(samples, "scheme", "length", "quantity")
 
 
 def iid_range_entropy(
@@ -99,4 +99,4 @@ def iid_range_entropy(
             for factor in factors:
                 within = logits[:, : start * (factor - 1)]
                 samples[start, factor] += entropy(within.log_softmax(dim=-1)).tolist()
-    return summarise(samples, "start", "factor", count="samples")
+    return summarise(samples, "start", "factor")

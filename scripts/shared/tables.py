@@ -42,12 +42,12 @@ def pivot_table(heads: list[str], lines: Iterable[tuple[list[str], dict]], colum
     return markdown_table([[*heads, *columns.values()], *body])
 
 
-def summarise(samples: dict[tuple, list[float]], *names: str, count: str = "seeds") -> list[dict]:
-    """Return a dict for each key: the key's parts under `names`, mean, stderr, and the sample size under `count`."""
+def summarise(samples: dict[tuple, list[float]], *names: str) -> list[dict]:
+    """Return a dict for each key: the key's parts under `names`, mean, stderr, and the sample size under "seeds"."""
     rows = []
     for key, values in samples.items():
-        mean, stderr = mean_and_stderr(values)
-        rows.append(dict(zip(names, key)) | {"mean": mean, "stderr": stderr, count: len(values)})
+        row = zip((*names, "mean", "stderr", "seeds"), (*key, *mean_and_stderr(values), len(values)))
+        rows.append(dict(row))
     return rows
 
 
