@@ -35,9 +35,9 @@ TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_t
 
 
 def write_run(
-    runs_dir, run, losses, *, steps=(0, 200, 400, 640), val_tokens=49_152, data="abc", needle=None, part=None,
-    others={}, **summary,
-):  # fmt: skip
+    runs_dir, run, losses, *, steps=(0, 200, 400, 640), val_tokens=49_152, data="abc", needle=None,
+    part=None, others={}, **summary,
+):
     """A finished run whose validation loss falls by 0.1 a record to the given losses {length: nats}.
 
     others: losses of its weights as other methods, {method: losses}. part: validation tokens, before the end, at all
@@ -47,19 +47,20 @@ def write_run(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(vars(run.config)))
     (folder / "log.txt").write_text(f"{LOG_HEADER}==== a.py ====\nimport torch now\n")
-    records = [dict(step=1, tokens=1, train_loss=5.0)]
+    records = [{"step": 1, "tokens": 1, "train_loss": 5.0}]
     for i, step in enumerate(steps):
-        above = 0.1 * (len(steps) - 1 - i)
-        record = dict(step=step, tokens=step, val_loss={str(n): x + above for n, x in losses.items()})
-        record["val_loss_as"] = {m: {str(n): x + above for n, x in found.items()} for m, found in others.items()}
+        def rise(values):
+            return {str(n): x + 0.1 * (len(steps) - 1 - i) for n, x in values.items()}
+        record = {"step": step, "tokens": step, "val_loss": rise(losses)}
+        record["val_loss_as"] = {method: rise(found) for method, found in others.items()}
         record["val_tokens"] = dict.fromkeys(record["val_loss"], val_tokens)
         if part and step < steps[-1]:
             record["val_tokens"] |= dict.fromkeys([*record["val_loss"]][1:], part)
         records.append(record)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     last = {key: records[-1][key] for key in ("val_loss", "val_loss_as", "val_tokens")}
-    summary = dict(name=run.name, data=data, steps=steps[-1], tokens=1000, seconds=8.0, parameters=9, **last) | summary
-    (folder / "summary.json").write_text(json.dumps(summary))
+    last |= {"name": run.name, "data": data, "steps": steps[-1], "tokens": 1000, "seconds": 8.0, "parameters": 9}
+    (folder / "summary.json").write_text(json.dumps(last | summary))
     (folder / "data.json").write_text(json.dumps(dict(train=data, validation="v")))
     if needle:
         (folder / "needle").mkdir()
@@ -77,7 +78,8 @@ def write_study(runs_dir, item, scale="mini", **options):
         steps = [s * run.config.steps // 4 for s in range(5)]
         write_run(runs_dir, run, losses, steps=steps, others=others, **options)
         shown = {series_label(run.config): losses} | others
-        values |= {(name, run.config.seed, n): x for name, found in shown.items() for n, x in found.items()}
+        for name, found in shown.items():
+            values |= {(name, run.config.seed, n): x for n, x in found.items()}
     return values
 
 
@@ -110,15 +112,22 @@ def is_figure(path):
 
 def cells_of(text):
     """Return the table rows of a text by their first cell."""
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    return {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)}
+    return {first: cells for first, *cells in rows_of(text)}
+
+
+def rows_of(text):
+    """Return the cells of the table rows of a text."""
+    lines = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line[1:-1]] for line in lines]
 
 
 def table_of(text):
     """Return the cells of a text's first table by first cell and head, without bold."""
-    lines = text[text.index("\n| ") + 1 :].split("\n\n")[0].splitlines()
-    head, _, *body = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in lines]
-    return {(line[0], name): cell for line in body for name, cell in zip(head[1:], line[1:])}
+    (_, *head), *body = rows_of(text[text.index("\n| ") :].split("\n\n")[0])
+    found = {}
+    for first, *cells in body:
+        found |= {(first, name): cell.strip("*") for name, cell in zip(head, cells)}
+    return found
 
 
 def missing(output):
@@ -276,9 +285,9 @@ def test_needle_table(tmp_path, call):
 
 def test_needles_by_distance_are_counted_over_seeds(tmp_path, call):
     runs = sweep("table_needle", "mini", methods=["rope"])
-    counts = [{"256": {"64": [3, 4], "128": [0, 5]}}, {"256": {"128": [2, 5], "32": [1, 1]}, "1024": {"512": [1, 9]}}]
+    counts = {"256": {"128": [2, 5], "32": [1, 1]}, "1024": {"512": [1, 9]}}
     shares = {"256": 0.8, "1024": 0.4, "4096": 0.0}
-    for run, known in zip(runs, [*counts, {}]):
+    for run, known in zip(runs, [{"256": {"64": [3, 4], "128": [0, 5]}}, counts, {}]):
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, shares, by_distance=known))
     _, output = call("table_needle", "--scale", "mini", "--methods", "rope")
     assert is_figure(tmp_path / "out" / "figures" / "table_needle_distances")
@@ -309,7 +318,8 @@ def test_curves_are_means_over_seeds(tmp_path, call, drawn):
         part = curves.pop("_")
         assert [*part] == ([] if length == 256 else [0, 160, 320, 480])
         for series in {series for series, _, _ in values} - ({"nope"} if length > 256 else set()):
-            loss, curve = np.array([values[series, seed, length] for seed in range(3)]), curves.pop(series_name(series))
+            loss = np.array([values[series, seed, length] for seed in range(3)])
+            curve = curves.pop(series_name(series))
             assert [*curve] == [0, 160, 320, 480, 640]
             for step, (mean, stderr) in curve.items():
                 assert mean == pytest.approx(loss.mean() + 0.1 * (4 - step / 160))

@@ -75,7 +75,9 @@ def gate(trainers: dict[str, Trainer], steps: int) -> dict[str, str]:
         gradients = trainer.gradients()
         losses = torch.stack([trainer.step(lr_factor=1.0) for _ in range(steps)])
         first = firsts.setdefault(config_hash(trainer.config), (name, gradients, losses))
-        errors = [(gradients[key] - exact).norm() / (exact.norm() + 1e-30) for key, exact in first[1].items()]
+        errors = []
+        for key, exact in first[1].items():
+            errors.append((gradients[key] - exact).norm() / (exact.norm() + 1e-30))
         gradient_error = torch.stack(errors).max().item()
         loss_error = (losses - first[2]).abs().max().item()
         dtypes = {trainer.dtype, trainers[first[0]].dtype}

@@ -40,8 +40,8 @@ class Trainer:
         generator = torch.Generator().manual_seed(0)
         shape = config.batch_tokens // config.train_length, config.train_length + 1
         tokens = torch.randint(config.vocab_size, shape, generator=generator).to(device)
-        inputs, targets = (part.contiguous().split(size) for part in (tokens[:, :-1], tokens[:, 1:]))
-        self.micro_batches = [*zip(inputs, targets)]
+        parts = tokens[:, :-1], tokens[:, 1:]  # inputs, targets
+        self.micro_batches = [*zip(*(part.contiguous().split(size) for part in parts))]
         for _ in range(WARM_UP_STEPS):
             self.step()
         self.peak_bytes = None  # peak memory of a step, without the memory of other variants (CUDA)

@@ -158,8 +158,8 @@ def score_text(args: argparse.Namespace, track: str, entry: dict):
         if not config or not stored.summary or tracks.differences(tracks.TRACKS[track], stored):
             continue
         if score_of(stored) == entry["scores"].get(str(config.seed)):
-            T = config.train_length
-            result = evaluate(stored.path, start_processes("auto"), lengths=[T, 16 * T], gaps=[4 * T], data=args.text)
+            T, world = config.train_length, start_processes("auto")
+            result = evaluate(stored.path, world, lengths=[T, 16 * T], gaps=[4 * T], data=args.text)
             print(f"{stored.path} on {args.text}: {tracks.read_score(result, T)}")
 
 

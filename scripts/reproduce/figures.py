@@ -89,8 +89,10 @@ def curve_figure(study: Study) -> str:
 def curve_lines(rows: list[dict], looks: dict) -> list[Line]:
     """Return the lines of a panel of validation curves. Open circles mark validation on part of the tokens."""
     full = max((row["val_tokens"] for row in rows), default=0)
-    whole = row_lines(rows, "series", "step", looks)
-    lines = [line._replace(look=line.look | {"markevery": max(1, len(line.xs) // 6)}) for line in whole]
+    lines = []
+    for line in row_lines(rows, "series", "step", looks):
+        markers = {"markevery": max(1, len(line.xs) // 6)}
+        lines.append(line._replace(look=line.look | markers))
     circles = {series: OPEN_CIRCLE | {"color": look["color"]} for series, look in looks.items()}
     partial = row_lines([row for row in rows if row["val_tokens"] < full], "series", "step", circles)
     return lines + [line._replace(errors=()) for line in partial]
