@@ -286,8 +286,8 @@ def test_needle_table(tmp_path, call):
 def test_needles_by_distance_are_counted_over_seeds(tmp_path, call):
     runs = sweep("table_needle", "mini", methods=["rope"])
     counts = {"256": {"128": [2, 5], "32": [1, 1]}, "1024": {"512": [1, 9]}}
-    shares = {"256": 0.8, "1024": 0.4, "4096": 0.0}
-    for run, known in zip(runs, [{"256": {"64": [3, 4], "128": [0, 5]}}, counts, {}]):
+    first, shares = {"256": {"64": [3, 4], "128": [0, 5]}}, {"256": 0.8, "1024": 0.4, "4096": 0.0}
+    for run, known in zip(runs, [first, counts, {}]):
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, shares, by_distance=known))
     _, output = call("table_needle", "--scale", "mini", "--methods", "rope")
     assert is_figure(tmp_path / "out" / "figures" / "table_needle_distances")
@@ -315,7 +315,7 @@ def test_curves_are_means_over_seeds(tmp_path, call, drawn):
     assert code == 0 and len(zoomed) == 3 and "Open circles" in output.out
     for length, panel in zip((256, 1024, 4096), panels):
         curves = curves_of(panel)
-        part = curves.pop("_")
+        part = curves.pop("_", {})
         assert [*part] == ([] if length == 256 else [0, 160, 320, 480])
         for series in {series for series, _, _ in values} - ({"nope"} if length > 256 else set()):
             loss = np.array([values[series, seed, length] for seed in range(3)])
