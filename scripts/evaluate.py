@@ -13,7 +13,7 @@ split of another folder, at most as many tokens, and the numbers go to RUN/evalu
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from data.shards import open_split
@@ -37,9 +37,16 @@ from scripts.shared.tables import format_mean, loss_table, pivot_table
 
 
 def evaluate(
-    folder: Path, world: World, *, lengths: Sequence[int] | None = None, tokens: int | None = None,
-    data: Path | None = None, methods: Sequence[str] = (), gaps: Sequence[int] = (), windows: int = 0,
-) -> dict:  # fmt: skip
+    folder: Path,
+    world: World,
+    *,
+    lengths: Sequence[int] | None = None,
+    tokens: int | None = None,
+    data: Path | None = None,
+    methods: Sequence[str] = (),
+    gaps: Sequence[int] = (),
+    windows: int = 0,
+) -> dict:
     """Return and store the losses of a run (see Validation.losses), with its name, method, train_length, and text.
 
     lengths, tokens: of the validation (default: the values of the run). data: folder of other text. methods: validate
@@ -56,19 +63,26 @@ def evaluate(
     if tokens is None:
         unit = math.lcm(*lengths) or 1  # Config refuses length 0
         tokens = config.val_tokens if same_text else min(config.val_tokens, len(stream) - 1) // unit * unit
-    methods = tuple(dict.fromkeys((*config.validate_as, *methods)))
     config = dataclasses.replace(
-        config, val_lengths=lengths, val_tokens=tokens, val_copy_gaps=tuple(gaps), val_far_windows=windows,
-        validate_as=methods,
-    )  # fmt: skip
+        config,
+        val_lengths=lengths,
+        val_tokens=tokens,
+        val_copy_gaps=tuple(gaps),
+        val_far_windows=windows,
+        validate_as=tuple(dict.fromkeys((*config.validate_as, *methods))),
+    )
     validation = Validation(config, model, stream, world)
-    gains = validation.copy_gains(gaps) if gaps else {}
-    gains |= validation.far_gains() if windows else {}
     result = {
-        "step": step, "name": folder.name, "method": config.method,
-        "train_length": config.train_length, "text": stream.fingerprint(), "data": str(data or config.data_dir),
-        **validation.losses(dict.fromkeys(lengths, tokens), by_block=True), **gains,
-    }  # fmt: skip
+        "step": step,
+        "name": folder.name,
+        "method": config.method,
+        "train_length": config.train_length,
+        "text": stream.fingerprint(),
+        "data": str(data or config.data_dir),
+    }
+    result |= validation.losses(dict.fromkeys(lengths, tokens), by_block=True)
+    result |= validation.copy_gains(gaps) if gaps else {}
+    result |= validation.far_gains() if windows else {}
     store(folder / ("evaluation.json" if same_text else f"evaluation_{result['text']}.json"), result)
     return result
 
@@ -81,13 +95,12 @@ def store(path: Path, result: dict):
     replace_text(path, to_json(result) + "\n")
 
 
-def gain_table(rows: list[tuple[str, dict, dict]]) -> str:
+def gain_table(rows: Iterable[tuple[str, dict, dict]]) -> str:
     """Return a table of gains with standard errors. rows: a name, gains by column, standard errors by column."""
     lines, columns = [], {}
     for name, gains, errors in rows:
-        cells = {key: format_mean(gains[key], errors[key]) for key in gains}
-        lines.append(([name], cells))
-        columns |= {key: key for key in gains}
+        columns |= dict(zip(gains, gains))
+        lines.append(([name], {key: format_mean(gain, errors[key]) for key, gain in gains.items()}))
     return pivot_table(["run"], lines, columns)
 
 
@@ -130,18 +143,25 @@ def main(argv: list[str] | None = None):
     world, rows, results = start_processes(args.device), [], []
     for folder in args.runs:
         result = evaluate(
-            folder, world, lengths=args.lengths, tokens=args.val_tokens, data=args.data, methods=args.methods,
-            gaps=args.copy, windows=args.far,
-        )  # fmt: skip
-        others = result.get("val_loss_as", {}).items()
-        rows += [result, *(result | {"name": f"{folder.name} as {m}", "val_loss": loss} for m, loss in others)]
+            folder,
+            world,
+            lengths=args.lengths,
+            tokens=args.val_tokens,
+            data=args.data,
+            methods=args.methods,
+            gaps=args.copy,
+            windows=args.far,
+        )
         results.append(result)
+        rows.append(result)
+        for method, losses in result.get("val_loss_as", {}).items():
+            rows.append(result | {"name": f"{folder.name} as {method}", "val_loss": losses})
     print(loss_table(rows))
     if args.copy:
         print_copies(results)
     if args.far:
-        gains = [(r["name"], r["far_gain"], r["far_gain_error"]) for r in results]
-        print(f"\nFar gain in nats a token, by class of tokens:\n\n{gain_table(gains)}")
+        print("\nFar gain in nats a token, by class of tokens:\n")
+        print(gain_table((result["name"], result["far_gain"], result["far_gain_error"]) for result in results))
 
 
 if __name__ == "__main__":

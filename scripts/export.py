@@ -31,6 +31,9 @@ from scripts.shared.tables import loss_table
 GPT2 = "openai-community/gpt2"  # on the hub
 CODE = "modeling_method_gpt"  # transformers imports this file first
 CLASSES = {"AutoConfig": f"{CODE}.MethodGPTConfig", "AutoModelForCausalLM": f"{CODE}.MethodGPTForCausalLM"}
+FIELDS = """
+vocab_size num_layers num_heads model_dim train_length position_scale method method_options
+""".split()  # of our configuration, which the exported one has, too
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -89,13 +92,11 @@ def export(folder: Path, out: Path) -> int:
 
     run, step = read_run(folder), int(latest_checkpoint(folder / "checkpoints").stem.removeprefix("step_"))
     encoder = load_tokenizer(run)
-    model = MethodGPTForCausalLM(MethodGPTConfig(
-        vocab_size=config.vocab_size, num_layers=config.num_layers, num_heads=config.num_heads,
-        model_dim=config.model_dim, train_length=config.train_length, position_scale=config.position_scale,
-        method=config.method, method_options=config.method_options,
-        max_position_embeddings=max(config.train_length, *config.val_lengths), bos_token_id=encoder.bos_token_id,
-        eos_token_id=encoder.eos_token_id, pad_token_id=encoder.pad_token_id, auto_map=CLASSES, dtype="float32",
-    ))  # fmt: skip
+    fields = {field: getattr(config, field) for field in FIELDS}
+    fields |= {token: getattr(encoder, token) for token in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    longest = max(config.train_length, *config.val_lengths)
+    exported = MethodGPTConfig(**fields, max_position_embeddings=longest, auto_map=CLASSES, dtype="float32")
+    model = MethodGPTForCausalLM(exported)
     model.gpt.load_state_dict(gpt.state_dict())
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:

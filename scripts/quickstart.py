@@ -22,7 +22,7 @@ from files import replace_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.shared.arguments import Parser, field_changes
 from scripts.shared.looks import plot_styles
-from scripts.shared.runs import data_fingerprint, read_runs
+from scripts.shared.runs import copy_gains, data_fingerprint, final_losses, read_runs
 from scripts.shared.states import find_stored, run_state, sidecar
 from scripts.shared.tables import markdown_table
 from scripts.sweep.local import train
@@ -99,8 +99,8 @@ def result_table(summaries: dict[str, dict], config: Config) -> str:
     lengths, gaps = config.val_lengths, config.val_copy_gaps[1:]
     rows = [["method", *(f"loss at {n}" for n in lengths), *(f"copy gain at {gap}" for gap in gaps)]]
     for name, summary in summaries.items():
-        losses = (f"{summary['val_loss'][str(n)]:.3f}" for n in lengths)
-        rows.append([name, *losses, *(f"{summary['copy_gain']['random'][str(gap)]:.1f}" for gap in gaps)])
+        losses, gains = final_losses(summary), copy_gains(summary)
+        rows.append([name, *(f"{losses[n]:.3f}" for n in lengths), *(f"{gains[gap]:.1f}" for gap in gaps)])
     return markdown_table(rows)
 
 
@@ -110,9 +110,9 @@ def draw(summaries: dict[str, dict], config: Config, path: Path):
     for name, summary in summaries.items():
         method, _ = METHODS[name]
         look = plot_styles([method])[method] | {"label": name}
-        copies = summary.get("copy_gain", {}).get("random", {})
-        losses.append(Line(look, config.val_lengths, [summary["val_loss"][str(n)] for n in config.val_lengths]))
-        gains.append(Line(look, config.val_copy_gaps, [copies[str(gap)] for gap in config.val_copy_gaps]))
+        by_length, by_gap = final_losses(summary), copy_gains(summary)
+        losses.append(Line(look, config.val_lengths, [by_length[n] for n in config.val_lengths]))
+        gains.append(Line(look, config.val_copy_gaps, [by_gap[gap] for gap in config.val_copy_gaps]))
     gain_axes = {"xlabel": "tokens between the two copies", "ylabel": "copy gain, random tokens (nats)"}
     text = Panel(f"natural text, trained at {config.train_length} tokens", losses)
     panels = [text, Panel("copies of random tokens", gains, gain_axes)]
