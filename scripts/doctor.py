@@ -78,16 +78,20 @@ def run_check(check: Callable, config: Config, device: torch.device) -> Iterator
 
 
 def check_gpus(config: Config, device: torch.device) -> Iterator[Finding]:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cpu":
+        if config.device != "cpu":
+            state = "broken" if config.device == "cuda" else "missing"
+            yield Finding("GPU", "torch finds no GPU", state, "Train on the CPU with the presets quickstart and mini.")
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
         yield Finding("GPU", "no bfloat16 in hardware", "slow", "Use an A100 or newer.")
-    if device.type == "cuda" and (ptxas := choose_ptxas(device)):
+    if ptxas := choose_ptxas(device):
         version, path = ptxas
-        is_wrong = torch.cuda.get_device_capability(device)[0] == 9 and version < FIXED_PTXAS
-        remedy = "Kernels for Hopper can be wrong. Install the version in requirements.txt." if is_wrong else ""
-        yield Finding("ptxas", f"version {version}, {path}", "missing" if is_wrong else "ok", remedy)
-    if device.type == "cpu" and config.device != "cpu":
-        state = "broken" if config.device == "cuda" else "missing"
-        yield Finding("GPU", "torch finds no GPU", state, "Train on the CPU with the presets quickstart and mini.")
+        finding = Finding("ptxas", f"version {version}, {path}")
+        remedy = "Kernels for Hopper can be wrong. Install the version in requirements.txt."
+        is_wrong = capability[0] == 9 and version < FIXED_PTXAS
+        yield finding._replace(state="missing", remedy=remedy) if is_wrong else finding
 
 
 def check_data(config: Config, device: torch.device) -> Iterator[Finding]:

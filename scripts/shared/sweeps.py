@@ -20,7 +20,7 @@ from types import ModuleType
 
 from configs.config import config_hash, with_changes
 from configs.presets import preset
-from configs.runs import Needle, Run
+from configs.runs import Run
 from configs.sweeps import PAPER_SWEEPS, SCALES, Scale
 from errors import did_you_mean, require
 
@@ -90,10 +90,10 @@ def sweep(
 
 def with_settings(scale: Scale, seeds: list[int] | None, needle: dict) -> Scale:
     """Return the scale with other seeds and with changed settings of the needle task."""
-    settings = dataclasses.asdict(scale.needle)
+    settings = vars(scale.needle)
     unknown = needle.keys() - settings
     require(not unknown, f"unknown needle setting {', '.join(map(repr, unknown))}. There are: {', '.join(settings)}")
-    scale = dataclasses.replace(scale, needle=Needle(**settings | needle))
+    scale = dataclasses.replace(scale, needle=dataclasses.replace(scale.needle, **needle))
     return dataclasses.replace(scale, seeds=tuple(seeds), once=tuple(seeds)) if seeds else scale
 
 
@@ -105,9 +105,6 @@ def add_changes(name: str, run: Run, changes: dict) -> Run:
         require(same, f"--{field}: sweep {name} sets it to {run.changes[field]!r} in a run. {instruction}")
     base = preset(run.preset)
     scaled = with_changes(base, {"steps": changes.get("steps", base.steps)})  # other fields scale with steps
-    added = {}
-    for field, value in changes.items():
-        default = getattr(base if field == "steps" else scaled, field)
-        if value != default:
-            added[field] = value
+    defaults = vars(scaled) | {"steps": base.steps}
+    added = {field: value for field, value in changes.items() if value != defaults[field]}
     return dataclasses.replace(run, changes=added | run.changes)

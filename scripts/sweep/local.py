@@ -35,24 +35,26 @@ class Attempt:
     """
 
     def __init__(self, run: Run, environment: dict[str, str], processes: int, program: Sequence[str]):
-        self.run, self.environment = run, environment
+        self.run, self.environment, self.folder = run, environment, run.path
         self.fine_tunes = run.needle is not None and (run.path / "summary.json").exists()
+        command = [*(program or [str(ROOT / "train_gpt.py")]), *run.arguments]
+        if processes > 1:
+            command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *command]
         if self.fine_tunes:
             self.folder = run.path / "needle"
             machine = ["--device", run.config.device, "--compile", run.config.compile]
             command = ["-m", "scripts.needle", str(run.path), *run.needle.arguments, *machine]
-        else:
-            self.folder = run.path
-            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-            command = [*(torchrun if processes > 1 else []), *(program or [str(ROOT / "train_gpt.py")]), *run.arguments]
         for mark in ("interrupted", "failed"):  # of an earlier attempt
             (self.folder / mark).unlink(missing_ok=True)
         with open_no_symlink(sidecar(run.path, ".log"), "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *command], env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=log,
+                [sys.executable, *command],
+                env=os.environ | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C must reach only the sweep, which then lets its runs save
-            )  # fmt: skip
+            )
 
 
 def record_outcome(path: Path, locked: Path, code: int) -> str:
@@ -77,9 +79,13 @@ def record_outcome(path: Path, locked: Path, code: int) -> str:
 
 
 def train(
-    runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, retries: int = 2, signals: tuple = SIGNALS,
+    runs: list[Run],
+    at_once: int | None = None,
+    gpus_per_run: int = 1,
+    retries: int = 2,
+    signals: tuple = SIGNALS,
     program: Sequence[str] = (),
-):  # fmt: skip
+):
     """Train and fine-tune the runs, each on its own GPUs or on its share of the cores.
 
     A failed run is retried, and does not stop the others. One of the signals stops all runs and ends the process with
