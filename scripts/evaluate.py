@@ -52,6 +52,7 @@ def evaluate(
     lengths, tokens: of the validation (default: the values of the run). data: folder of other text. methods: validate
     the weights with these methods, too. gaps: for copy gain, in tokens. windows: for far gain.
     """
+    # 1. The model and the text.
     config, model = load_run(folder, world.device)
     step = latest_checkpoint(folder / "checkpoints").stem  # now, because a run that goes on writes newer ones
     run, lengths = read_run(folder), tuple(lengths or config.val_lengths)
@@ -63,6 +64,8 @@ def evaluate(
     if tokens is None:
         unit = math.lcm(*lengths) or 1  # Config refuses length 0
         tokens = config.val_tokens if same_text else min(config.val_tokens, len(stream) - 1) // unit * unit
+
+    # 2. The measurements.
     config = dataclasses.replace(
         config,
         val_lengths=lengths,
@@ -129,6 +132,7 @@ def print_copies(results: list[dict]):
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
+    # 1. The arguments.
     parser = Parser("python -m scripts.evaluate", __doc__)
     add = parser.add_argument
     parser.add_runs()
@@ -140,6 +144,8 @@ def main(argv: list[str] | None = None):
     add("--far", type=int, default=0, metavar="WINDOWS", help="measure far gain on this number of windows")
     parser.add_device()
     args = parser.parse_args(argv)
+
+    # 2. The measurements.
     world, rows, results = start_processes(args.device), [], []
     for folder in args.runs:
         result = evaluate(
@@ -156,6 +162,8 @@ def main(argv: list[str] | None = None):
         rows.append(result)
         for method, losses in result.get("val_loss_as", {}).items():
             rows.append(result | {"name": f"{folder.name} as {method}", "val_loss": losses})
+
+    # 3. The tables.
     print(loss_table(rows))
     if args.copy:
         print_copies(results)

@@ -85,6 +85,7 @@ def export(folder: Path, out: Path) -> int:
 
     Raise ValueError or OSError if the run cannot be exported or `out` exists.
     """
+    # 1. The model, in the class of transformers.
     require(not out.exists(), f"{out} exists. Remove it, or choose another --out.")
     config, gpt = load_run(folder, torch.device("cpu"))
     import_transformers()
@@ -98,6 +99,8 @@ def export(folder: Path, out: Path) -> int:
     exported = MethodGPTConfig(**fields, max_position_embeddings=longest, auto_map=CLASSES, dtype="float32")
     model = MethodGPTForCausalLM(exported)
     model.gpt.load_state_dict(gpt.state_dict())
+
+    # 2. The folder, which appears as a whole.
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
         whole = Path(temporary) / out.name

@@ -27,6 +27,7 @@ INCOMPLETE = "\ufffd"  # decoded text of a character whose bytes are not complet
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
+    # 1. The arguments.
     parser = Parser("python -m scripts.generate", __doc__)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="run folder")
@@ -39,6 +40,8 @@ def main(argv: list[str] | None = None):
     args = parser.parse_args(argv)
     require(args.temperature >= 0, f"--temperature {args.temperature} is negative. Use 0 or more.")
     require(args.top_k is None or args.top_k >= 1, f"--top-k {args.top_k} leaves no token. Use 1 or more.")
+
+    # 2. The model and the prompt.
     run = read_run(args.run)
     _, model = load_run(run.path, start_processes(args.device).device)
     tokenizer = tokenizer_of_run(run)
@@ -51,6 +54,7 @@ def main(argv: list[str] | None = None):
         logits = logits[:, : tokenizer.vocab_size]
         return sample(logits, temperature=args.temperature, top_k=args.top_k, generator=generator)
 
+    # 3. The text, piece by piece.
     print(args.prompt, end="", flush=True)
     new = decode(model, torch.tensor([tokens]), args.max_new_tokens, choose=choose)
     for text in text_pieces(tokens, map(torch.Tensor.item, new), tokenizer):

@@ -38,6 +38,7 @@ MAX_PAIRS = 2**18  # random pairs per head. Texts of up to 725 tokens have fewer
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
+    # 1. The arguments.
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser("python -m scripts.logit_statistics", __doc__)
     add = parser.add_argument
@@ -48,6 +49,8 @@ def main(argv: list[str] | None = None):
     parser.add_device()
     args = parser.parse_args(argv)
     text, device = args.text.read_text(encoding="utf-8").strip(), start_processes(args.device).device
+
+    # 2. The model: a run of ours, or a model of Hugging Face.
     folder = Path(args.model)
     config_file = folder / "config.json"
     if config_file.is_file() and "model_type" not in json.loads(config_file.read_text()):
@@ -56,6 +59,8 @@ def main(argv: list[str] | None = None):
     else:
         model, tokenizer = load_model(args.model, dtype="auto", device=device), load_tokenizer(args.model)
         measure, scale = hf_scores.layer_scores, f"q.k * {attention_layers(model)[0].scaling:.6g}"
+
+    # 3. The scores of each layer.
     tokens = [tokenizer.eot, *tokenizer.encode(text)][: args.tokens]
     layers = []
     for layer, rotated, scores in measure(model, torch.tensor([tokens], device=device), MAX_PAIRS):
@@ -74,6 +79,8 @@ def main(argv: list[str] | None = None):
         "layers": layers,
         "command": shlex.join([*COMMAND.split(), *argv]),
     }
+
+    # 4. The files.
     out = args.out or Path("runs") / FOLDER / Path(args.model).resolve().name
     out.mkdir(parents=True, exist_ok=True)
     draw_qq(out / "layers", layers)

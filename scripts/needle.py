@@ -114,6 +114,7 @@ def fine_tune(
     compiled: the model as compile_model returns it. tasks: one for each half of the steps. Steps of both halves have
     about as many tokens.
     """
+    # 1. The state at the latest checkpoint.
     device, steps = model.head.device, needle.steps
     optimizers = build_optimizers(config, model, World(0, 1, device))
     start = 0
@@ -124,6 +125,8 @@ def fine_tune(
         optimizers.load_state_dict(state["optimizers"])
     metrics = Metrics(folder.metrics)
     metrics.truncate(start)
+
+    # 2. The steps.
     plans = [model.plan(task.length, backend=config.attention_backend) for task in tasks]
     for step in tqdm(range(start, steps), "fine-tuning", initial=start, total=steps, unit="step", disable=None):
         task, plan = tasks[step >= steps // 2], plans[step >= steps // 2]

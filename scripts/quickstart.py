@@ -43,6 +43,7 @@ the loss of their second copy, in nats per token. Columns: tokens between the co
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
+    # 1. The runs.
     parser = Parser("python -m scripts.quickstart", __doc__)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of all results (default: runs)")
     args, field_arguments = parser.parse_known_args(argv)
@@ -54,9 +55,13 @@ def main(argv: list[str] | None = None):
         name: Run("quickstart", fields | {"method": method, "method_options": options})
         for name, (method, options) in METHODS.items()
     }
+
+    # 2. Data and training.
     config = runs["RoPE"].config
     share = make_data(Path(config.data_dir))
     summaries = train_all(runs, runs_dir)
+
+    # 3. Table and figure.
     text = f"{CAPTION.format(length=config.train_length, share=share)}\n\n{result_table(summaries, config)}\n"
     replace_text(runs_dir / "quickstart.md", text)
     draw(summaries, config, runs_dir / "quickstart.png")

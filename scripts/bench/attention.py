@@ -111,6 +111,7 @@ def add_arguments(parser: Parser):
 
 def run(args: argparse.Namespace) -> int:
     """Return the exit code: 1 if a variant fails the gate. Raise ValueError for a user's mistake."""
+    # 1. The variants.
     device = start_processes(args.device).device
     for name, value in DEFAULTS[device.type].items():
         setattr(args, name, getattr(args, name) or value)
@@ -122,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
             names += [f"{name}:{tiles}" for tiles in TILES]
     dtype = getattr(torch, args.dtype)
     variants = {name: make_variant(name, args.heads, args.head_dim, device) for name in names}
+
+    # 2. The gate.
     kernel = chosen_kernel(device, dtype, args.head_dim, args.lengths[0])
     report = protocol.Report(args.out, "attention", device)
     report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}; sdpa runs {kernel}.")
@@ -129,6 +132,8 @@ def run(args: argparse.Namespace) -> int:
     passed = {name: variant for name, variant in variants.items() if gate[name].startswith("passed")}
     report.record |= {"gate": gate, "times": []}
     report.add("## Gate\n\nOutput and gradients are compared with float64.", problems=gate)
+
+    # 3. The times.
     method = variants[names[0]][1]  # any method, because all have the same shapes
     for length in args.lengths:
         inputs, dout = random_inputs(method, length, device, dtype, batch=max(1, TOKENS[device.type] // length))
@@ -195,11 +200,14 @@ def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[]
 
 def time_length(report: protocol.Report, variants: dict[str, Variant], inputs: list[Tensor], rounds: int):
     """Time both passes of each variant on these inputs, and report them."""
+    # 1. Compile the variants for this length.
     batch, heads, length, head_dim = inputs[0].shape
     torch._dynamo.reset()  # drops the code for other lengths
     makers = {name: functools.partial(make_passes, variant, inputs) for name, variant in variants.items()}
     passes, problems = protocol.build_variants(makers)
     report.add(f"## Length {length}, batch {batch}", problems=problems)
+
+    # 2. Time each pass in turns.
     for kind, forward_passes in {"forward": 1.0, "both": 3.5}.items():
         timers = {}
         for name, calls in passes.items():

@@ -59,6 +59,7 @@ def load_model(
     """
     from safetensors.torch import load_file
 
+    # 1. The original model.
     device, config = torch.device(device), read_config(name)
     record = config.__dict__.pop(RECORD, None)
     model_class = getattr(import_transformers(), FAMILIES[config.model_type])
@@ -72,6 +73,8 @@ def load_model(
         attn_implementation="eager",
         output_loading_info=True,
     )
+
+    # 2. The method of a converted model, and its parameters.
     missing = {*info["missing_keys"]}
     if record:
         convert(model, record["name"], train_length=record["train_length"], **record["options"])

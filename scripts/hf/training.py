@@ -75,6 +75,8 @@ class AdamW(torch.optim.Optimizer):
                     state["step"] = torch.zeros((), device=p.device)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
                 state["step"] += 1
+
+                # AdamW in float32, a part of the parameter at a time.
                 tensors = p, state["exp_avg"], state["exp_avg_sq"], p.grad.contiguous()
                 part = 2**16 if p.device.type == "cpu" else 2**26
                 for weights, first, second, gradient in zip(*(x.view(-1).split(part) for x in tensors)):

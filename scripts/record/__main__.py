@@ -50,6 +50,8 @@ def main(argv: list[str] | None = None):
         tracks.register(Path(argv[1]), argv[2])
         sys.argv = ["train_gpt.py", *argv[3:]]
         return runpy.run_path(str(ROOT / "train_gpt.py"), run_name="__main__")
+
+    # The other commands.
     parser = Parser("python -m scripts.record", __doc__)
     add = parser.add_argument
     add("command", choices=COMMANDS)

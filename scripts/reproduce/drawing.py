@@ -70,6 +70,7 @@ def draw_panels(
     from matplotlib.figure import Figure  # pyplot would keep global state
 
     with matplotlib.rc_context(STYLE):
+        # 1. The panels.
         figure = Figure(figsize=(TEXT_WIDTH, height * len(grid) + 0.45), layout="constrained")
         axes = figure.subplots(len(grid), max(map(len, grid)), squeeze=False, **subplots)
         for row, panels in zip(axes, grid):
@@ -85,6 +86,8 @@ def draw_panels(
                     axis.xaxis.set_major_formatter("{x:.0f}")
                 labels = {"xlabel": x if panels is grid[-1] else "", "ylabel": "" if axis in axes[:, 1:] else y}
                 axis.set(title=panel.title, **labels | panel.axes)
+
+        # 2. The legend and the file.
         legend_below(figure)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path.with_name(f"{path.name}.png"), lambda file: figure.savefig(file, format="png"))

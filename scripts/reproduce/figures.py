@@ -210,6 +210,8 @@ def figure_sublog(study: Study) -> str:
     starts = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000]
     colours = {2: "#0072B2", 5: "#D55E00", 10: "#000000"}  # by factor, the paper's Delta
     rows = theory.iid_range_entropy(starts, [*colours], theory.DRAWS, 0, scale_invariant)
+
+    # 1. A panel for each way to draw the distance, with linear fits.
     panels, cells = [], [["linear fit", "slope", "intercept", "R^2"]]
     for against, power in {"log t": 1, "sqrt(log t)": 0.5}.items():
         lines = []
@@ -225,6 +227,8 @@ def figure_sublog(study: Study) -> str:
         panels.append(Panel(f"against {against}", lines))
     y = "expected entropy in $[t, t\\Delta)$ (nats)"
     draw_panels(study.figure_path(), [panels], x="", y=y, sharey=True)
+
+    # 2. The section.
     scores = "scale-invariant with \u03c4 = 10." if scale_invariant else "not scaled."
     text = (
         "Expected entropy (nats) of attention at distances in [t, t\u0394), against log t and against sqrt(log t), "

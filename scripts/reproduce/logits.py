@@ -160,6 +160,7 @@ def draw_qq(path: Path, layers: list[dict]):
 
 def figure_qq(study: Study) -> str:
     """Draw the models that scripts.logit_statistics has measured. Return the Markdown: figures, then a table."""
+    # 1. The models that are measured.
     folder, models, shown = study.runs_dir / FOLDER, {}, []
     for name in dict.fromkeys([*PAPERS_MODELS, *sorted(path.name for path in folder.glob("*"))]):
         title, hub_name = PAPERS_MODELS.get(name, (name, name))
@@ -175,6 +176,8 @@ def figure_qq(study: Study) -> str:
             figure = re.sub(r"[^\w.-]+", "_", f"{study.item}_{title}_{FORMS[rotated]}".lower())
             draw_qq(study.figure_path(figure), [row for row in models[title] if row["rotated"] == rotated])
             shown.append(study.figure_markdown(figure))
+
+    # 2. The section.
     text = (
         "Quantiles of the attention scores of a layer, against quantiles of the Gaussian with the same mean and "
         "standard deviation (red: equal). Pairs have distance t > 0. Key 0 is left out, because it is an attention "

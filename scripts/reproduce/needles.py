@@ -18,6 +18,7 @@ def table_needle(study: Study) -> str:
 
     The table has the paper's lengths, and all other lengths at which a run was scored.
     """
+    # 1. The shares, and the counts by distance.
     accuracy = {label: collections.defaultdict(list) for label in METRICS}
     distances = collections.defaultdict(int)  # [needles found, all needles], summed over seeds
     for run, stored in study.finished:
@@ -29,6 +30,8 @@ def table_needle(study: Study) -> str:
             for length, counts in shares.get("by_distance", {}).items():
                 for least, found_and_all in counts.items():
                     distances[series, int(length), int(least)] += np.array(found_and_all)
+
+    # 2. The table.
     text = (
         "Share of needles whose city and number are both right: mean \u00b1 standard error over seeds, by greedy "
         "decoding and by teacher forcing. Columns: tokens per prompt (and multiples of the training length). The "

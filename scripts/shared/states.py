@@ -46,6 +46,7 @@ def run_state(
 
 def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
     """Return the state of a trained run's fine-tuning on the needle task, and the reason. States: see run_state."""
+    # 1. Is it this fine-tuning?
     path = stored.path / "needle"
     if is_running(path):
         return "running", str(path)
@@ -58,6 +59,8 @@ def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
     changed = [f"{key} {found[key]}, not {value}" for key, value in wanted.items() if found.get(key, value) != value]
     if changed:
         return "other", f"{path} is another fine-tuning ({', '.join(changed)}). Delete it to fine-tune again."
+
+    # 2. Is it scored at all lengths, with all methods?
     lengths = {str(length) for length in needle.lengths(stored.config.train_length)}
     by_method = [scores, *(scores.get("as", {}).get(method, {}) for method in stored.config.validate_as)]
     if all(lengths <= {*method_scores.get("greedy", ())} for method_scores in by_method):

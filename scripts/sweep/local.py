@@ -35,6 +35,7 @@ class Attempt:
     """
 
     def __init__(self, run: Run, environment: dict[str, str], processes: int, program: Sequence[str]):
+        # 1. The command.
         self.run, self.environment, self.folder = run, environment, run.path
         self.fine_tunes = run.needle is not None and (run.path / "summary.json").exists()
         command = [*(program or [str(ROOT / "train_gpt.py")]), *run.arguments]
@@ -44,6 +45,8 @@ class Attempt:
             self.folder = run.path / "needle"
             machine = ["--device", run.config.device, "--compile", run.config.compile]
             command = ["-m", "scripts.needle", str(run.path), *run.needle.arguments, *machine]
+
+        # 2. The process.
         for mark in ("interrupted", "failed"):  # of an earlier attempt
             (self.folder / mark).unlink(missing_ok=True)
         with open_no_symlink(sidecar(run.path, ".log"), "wb") as log:
@@ -91,6 +94,7 @@ def train(
     A failed run is retried, and does not stop the others. One of the signals stops all runs and ends the process with
     exit code 130. Raise ValueError for too few GPUs.
     """
+    # 1. Devices and signals.
     if not runs:
         return
     require(at_once is None or at_once >= 1, f"--jobs {at_once} would start no run. Use 1 or more.")
@@ -98,6 +102,8 @@ def train(
     for number in signals:
         if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
             signal.signal(number, stop)
+
+    # 2. Start runs where there is room, and read how they ended.
     waiting, running, failures_of = collections.deque(runs), [], collections.Counter()
     bar = tqdm(total=len(runs), unit="run", desc=f"{min(len(free), len(runs))} runs at a time", disable=None)
     try:
