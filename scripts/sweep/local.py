@@ -153,11 +153,11 @@ def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> li
     # 1. The GPUs of this process.
     on_cpu = all(run.config.device == "cpu" for run in runs)
     count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = named.split(",")[:count] if named else [str(i) for i in range(count)]
-    if on_cpu:
-        gpus = []
-    fits = gpus_per_run >= 1 and (on_cpu or gpus_per_run <= max(1, len(gpus)))
-    require(fits, f"--gpus-per-run {gpus_per_run} does not fit {len(gpus)} GPUs. Use at most {max(1, len(gpus))}.")
+    gpus = named.split(",") if named else [*map(str, range(count))]
+    gpus = [] if on_cpu else gpus[:count]
+    most = max(1, len(gpus))
+    fits = gpus_per_run >= 1 and (on_cpu or gpus_per_run <= most)
+    require(fits, f"--gpus-per-run {gpus_per_run} does not fit {len(gpus)} GPUs. Use at most {most}.")
 
     # 2. Groups of GPUs, which more runs than groups share.
     if gpus:
