@@ -7,7 +7,6 @@ The checks: GPU, data, attention against float64, and the time of a training ste
 not stop the others. Exit code: 1 if something is broken, 2 for a mistake in the command.
 """
 
-import argparse
 import dataclasses
 import platform
 import statistics
@@ -33,6 +32,7 @@ from runtime.processes import World, start_processes
 from scripts.bench.attention import check_variant
 from scripts.bench.protocol import describe_machine
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
+from scripts.shared.arguments import Parser
 
 METHODS = ("p_rope", "scale_invariant_p_rope", "alibi")  # checked in each backend, beside the run's own method
 FIXED_PTXAS = 13, 3  # older versions make wrong code for Hopper: github.com/triton-lang/triton/issues/9433
@@ -50,8 +50,7 @@ class Finding(NamedTuple):
 
 
 def main(argv: list[str] | None = None):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m scripts.doctor", description=__doc__, formatter_class=layout)
+    parser = Parser("python -m scripts.doctor", __doc__)
     parser.add_argument("preset", nargs="?", help="preset (default: quickstart); fields of train_gpt.py may follow")
     argv = sys.argv[1:] if argv is None else argv
     args, fields = parser.parse_known_args(argv if argv and not argv[0].startswith("-") else ["quickstart", *argv])
@@ -79,16 +78,20 @@ def run_check(check: Callable, config: Config, device: torch.device) -> Iterator
 
 
 def check_gpus(config: Config, device: torch.device) -> Iterator[Finding]:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cpu":
+        if config.device != "cpu":
+            state = "broken" if config.device == "cuda" else "missing"
+            yield Finding("GPU", "torch finds no GPU", state, "Train on the CPU with the presets quickstart and mini.")
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
         yield Finding("GPU", "no bfloat16 in hardware", "slow", "Use an A100 or newer.")
-    if device.type == "cuda" and (ptxas := choose_ptxas(device)):
+    if ptxas := choose_ptxas(device):
         version, path = ptxas
-        is_wrong = torch.cuda.get_device_capability(device)[0] == 9 and version < FIXED_PTXAS
-        remedy = "Kernels for Hopper can be wrong. Install the version in requirements.txt." if is_wrong else ""
-        yield Finding("ptxas", f"version {version}, {path}", "missing" if is_wrong else "ok", remedy)
-    if device.type == "cpu" and config.device != "cpu":
-        state = "broken" if config.device == "cuda" else "missing"
-        yield Finding("GPU", "torch finds no GPU", state, "Train on the CPU with the presets quickstart and mini.")
+        finding = Finding("ptxas", f"version {version}, {path}")
+        remedy = "Kernels for Hopper can be wrong. Install the version in requirements.txt."
+        is_wrong = capability[0] == 9 and version < FIXED_PTXAS
+        yield finding._replace(state="missing", remedy=remedy) if is_wrong else finding
 
 
 def check_data(config: Config, device: torch.device) -> Iterator[Finding]:

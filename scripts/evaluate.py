@@ -12,10 +12,9 @@ lengths are measured on the same tokens. By default these are the validation tok
 split of another folder, at most as many tokens, and the numbers go to RUN/evaluation_FINGERPRINT.json.
 """
 
-import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from data.shards import open_split
@@ -25,6 +24,7 @@ from measure.copy_gain import KINDS, recovery
 from measure.validation import Validation
 from runtime.checkpoint import latest_checkpoint
 from runtime.processes import World, start_processes
+from scripts.shared.arguments import Parser
 from scripts.shared.runs import (
     check_tokenizer,
     join,
@@ -38,16 +38,24 @@ from scripts.shared.tables import format_mean, loss_table, pivot_table
 
 
 def evaluate(
-    folder: Path, world: World, *, lengths: Sequence[int] | None = None, tokens: int | None = None,
-    data: Path | None = None, methods: Sequence[str] = (), gaps: Sequence[int] = (), windows: int = 0,
+    folder: Path,
+    world: World,
+    *,
+    lengths: Sequence[int] | None = None,
+    tokens: int | None = None,
+    data: Path | None = None,
+    methods: Sequence[str] = (),
+    gaps: Sequence[int] = (),
+    windows: int = 0,
     riffles: bool = False,
-) -> dict:  # fmt: skip
+) -> dict:
     """Return and store the losses of a run (see Validation.losses), with its name, method, train_length, and text.
 
     lengths, tokens: of the validation (default: the values of the run). data: folder of other text. methods: validate
     the weights with these methods, too. gaps: for copy gain, in tokens. windows: for far gain. riffles: measure
     riffle gain on all of the text.
     """
+    # 1. The model and the text.
     config, model = load_run(folder, world.device)
     step = latest_checkpoint(folder / "checkpoints").stem  # now, because a run that goes on writes newer ones
     run, lengths = read_run(folder), tuple(lengths or config.val_lengths)
@@ -59,20 +67,29 @@ def evaluate(
     if tokens is None:
         unit = math.lcm(*lengths) or 1  # Config refuses length 0
         tokens = config.val_tokens if same_text else min(config.val_tokens, len(stream) - 1) // unit * unit
-    methods = tuple(dict.fromkeys((*config.validate_as, *methods)))
+
+    # 2. The measurements.
     config = dataclasses.replace(
-        config, val_lengths=lengths, val_tokens=tokens, val_copy_gaps=tuple(gaps), val_far_windows=windows,
-        validate_as=methods,
-    )  # fmt: skip
+        config,
+        val_lengths=lengths,
+        val_tokens=tokens,
+        val_copy_gaps=tuple(gaps),
+        val_far_windows=windows,
+        validate_as=tuple(dict.fromkeys((*config.validate_as, *methods))),
+    )
     validation = Validation(config, model, stream, world, riffles)
-    gains = validation.copy_gains(gaps) if gaps else {}
-    gains |= validation.far_gains() if windows else {}
-    gains |= validation.riffle_gains(len(stream)) if riffles else {}
     result = {
-        "step": step, "name": folder.name, "method": config.method,
-        "train_length": config.train_length, "text": stream.fingerprint(), "data": str(data or config.data_dir),
-        **validation.losses(dict.fromkeys(lengths, tokens), complete=True), **gains,
-    }  # fmt: skip
+        "step": step,
+        "name": folder.name,
+        "method": config.method,
+        "train_length": config.train_length,
+        "text": stream.fingerprint(),
+        "data": str(data or config.data_dir),
+    }
+    result |= validation.losses(dict.fromkeys(lengths, tokens), complete=True)
+    result |= validation.copy_gains(gaps) if gaps else {}
+    result |= validation.far_gains() if windows else {}
+    result |= validation.riffle_gains(len(stream)) if riffles else {}
     store(folder / ("evaluation.json" if same_text else f"evaluation_{result['text']}.json"), result)
     return result
 
@@ -85,13 +102,12 @@ def store(path: Path, result: dict):
     replace_text(path, to_json(result) + "\n")
 
 
-def gain_table(rows: list[tuple[str, dict, dict]]) -> str:
+def gain_table(rows: Iterable[tuple[str, dict, dict]]) -> str:
     """Return a table of gains with standard errors. rows: a name, gains by column, standard errors by column."""
     lines, columns = [], {}
     for name, gains, errors in rows:
-        cells = {key: format_mean(gains[key], errors[key]) for key in gains}
-        lines.append(([name], cells))
-        columns |= {key: key for key in gains}
+        columns |= dict(zip(gains, gains))
+        lines.append(([name], {key: format_mean(gain, errors[key]) for key, gain in gains.items()}))
     return pivot_table(["run"], lines, columns)
 
 
@@ -135,9 +151,10 @@ def print_copies(results: list[dict]):
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m scripts.evaluate", description=__doc__.split("\n")[0])
+    # 1. The arguments.
+    parser = Parser("python -m scripts.evaluate", __doc__)
     add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    parser.add_runs()
     add("--lengths", nargs="+", type=int, help="sequence lengths (default: the run's val_lengths)")
     add("--val-tokens", type=int, help="tokens at each length (default: the run's val_tokens)")
     add("--data", type=Path, metavar="DIR", help="data folder of other text (default: the run's data_dir)")
@@ -145,27 +162,39 @@ def main(argv: list[str] | None = None):
     add("--copy", nargs="+", default=[], type=int, metavar="GAP", help="measure copy gain at these gaps, in tokens")
     add("--far", type=int, default=0, metavar="WINDOWS", help="measure far gain on this number of windows")
     add("--riffle", action="store_true", help="measure riffle gain on all long documents")
-    add("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_device()
     args = parser.parse_args(argv)
+
+    # 2. The measurements.
     world, rows, results = start_processes(args.device), [], []
     for folder in args.runs:
         result = evaluate(
-            folder, world, lengths=args.lengths, tokens=args.val_tokens, data=args.data, methods=args.methods,
-            gaps=args.copy, windows=args.far, riffles=args.riffle,
-        )  # fmt: skip
-        others = result.get("val_loss_as", {}).items()
-        rows += [result, *(result | {"name": f"{folder.name} as {m}", "val_loss": loss} for m, loss in others)]
+            folder,
+            world,
+            lengths=args.lengths,
+            tokens=args.val_tokens,
+            data=args.data,
+            methods=args.methods,
+            gaps=args.copy,
+            windows=args.far,
+            riffles=args.riffle,
+        )
         results.append(result)
+        rows.append(result)
+        for method, losses in result.get("val_loss_as", {}).items():
+            rows.append(result | {"name": f"{folder.name} as {method}", "val_loss": losses})
+
+    # 3. The tables.
     print(loss_table(rows))
     print_own_documents(results)
     if args.copy:
         print_copies(results)
     if args.far:
-        gains = [(r["name"], r["far_gain"], r["far_gain_error"]) for r in results]
-        print(f"\nFar gain in nats a token, by class of tokens:\n\n{gain_table(gains)}")
+        print("\nFar gain in nats a token, by class of tokens:\n")
+        print(gain_table((result["name"], result["far_gain"], result["far_gain_error"]) for result in results))
     if args.riffle:
-        gains = [(r["name"], r["riffle_gain"], r["riffle_gain_error"]) for r in results]
-        print(f"\nRiffle gain in nats a token, by the end of an octave of positions:\n\n{gain_table(gains)}")
+        print("\nRiffle gain in nats a token, by the end of an octave of positions:\n")
+        print(gain_table((result["name"], result["riffle_gain"], result["riffle_gain_error"]) for result in results))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) gives the s
 the folder of --out, after an export if it does not exist. It needs a login (`hf auth login`).
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -25,12 +24,16 @@ from errors import exit_on_user_error, require
 from runtime.checkpoint import latest_checkpoint
 from scripts.hf.load import import_transformers
 from scripts.hf.modules import ROOT, export_modules
+from scripts.shared.arguments import Parser
 from scripts.shared.runs import StoredRun, load_run, read_object, read_run
 from scripts.shared.tables import loss_table
 
 GPT2 = "openai-community/gpt2"  # on the hub
 CODE = "modeling_method_gpt"  # transformers imports this file first
 CLASSES = {"AutoConfig": f"{CODE}.MethodGPTConfig", "AutoModelForCausalLM": f"{CODE}.MethodGPTForCausalLM"}
+FIELDS = """
+vocab_size num_layers num_heads model_dim train_length position_scale method method_options
+""".split()  # of our configuration, which the exported one has, too
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -59,11 +62,12 @@ Commit: {commit}.
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser("python -m scripts.export", description=__doc__.split("\n")[0])
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="new folder (default: RUN/hf)")
-    parser.add_argument("--push", metavar="USER/MODEL", help="upload to this hub repository, created if missing")
-    parser.add_argument("--private", action="store_true", help="create the repository as private")
+    parser = Parser("python -m scripts.export", __doc__)
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run folder")
+    add("--out", type=Path, metavar="FOLDER", help="new folder (default: RUN/hf)")
+    add("--push", metavar="USER/MODEL", help="upload to this hub repository, created if missing")
+    add("--private", action="store_true", help="create the repository as private")
     args = parser.parse_args(argv)
     out = args.out or args.run / "hf"
     if args.push is None or not out.exists():
@@ -81,6 +85,7 @@ def export(folder: Path, out: Path) -> int:
 
     Raise ValueError or OSError if the run cannot be exported or `out` exists.
     """
+    # 1. The model, in the class of transformers.
     require(not out.exists(), f"{out} exists. Remove it, or choose another --out.")
     config, gpt = load_run(folder, torch.device("cpu"))
     import_transformers()
@@ -88,14 +93,14 @@ def export(folder: Path, out: Path) -> int:
 
     run, step = read_run(folder), int(latest_checkpoint(folder / "checkpoints").stem.removeprefix("step_"))
     encoder = load_tokenizer(run)
-    model = MethodGPTForCausalLM(MethodGPTConfig(
-        vocab_size=config.vocab_size, num_layers=config.num_layers, num_heads=config.num_heads,
-        model_dim=config.model_dim, train_length=config.train_length, position_scale=config.position_scale,
-        method=config.method, method_options=config.method_options,
-        max_position_embeddings=max(config.train_length, *config.val_lengths), bos_token_id=encoder.bos_token_id,
-        eos_token_id=encoder.eos_token_id, pad_token_id=encoder.pad_token_id, auto_map=CLASSES, dtype="float32",
-    ))  # fmt: skip
+    fields = {field: getattr(config, field) for field in FIELDS}
+    fields |= {token: getattr(encoder, token) for token in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    longest = max(config.train_length, *config.val_lengths)
+    exported = MethodGPTConfig(**fields, max_position_embeddings=longest, auto_map=CLASSES, dtype="float32")
+    model = MethodGPTForCausalLM(exported)
     model.gpt.load_state_dict(gpt.state_dict())
+
+    # 2. The folder, which appears as a whole.
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
         whole = Path(temporary) / out.name
@@ -125,7 +130,7 @@ def model_card(run: StoredRun, step: int, parameters: int) -> str:
     """Return the README.md of an exported run: method, losses, data."""
     config, losses = run.config, "none, because the run has not ended."
     if run.summary:
-        row = dict(name=run.path.name, train_length=config.train_length, val_loss=run.summary["val_loss"])
+        row = {"name": run.path.name, "train_length": config.train_length, "val_loss": run.summary["val_loss"]}
         losses = f"nats a token, by length of the text.\n\n{loss_table([row])}"
     return CARD.format(
         name=run.path.name, method=config.method, options=json.dumps(config.method_options),

@@ -8,7 +8,6 @@ document. Decoding is exact at any length (model/decoding.py). NTK and YaRN scal
 continuation. The same seed gives the same text on the same machine.
 """
 
-import argparse
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from errors import exit_on_user_error, require
 from model.attention.plan import MAX_LENGTH
 from model.decoding import decode, sample
 from runtime.processes import start_processes
+from scripts.shared.arguments import Parser
 from scripts.shared.runs import load_run, read_run, tokenizer_of_run
 
 INCOMPLETE = "\ufffd"  # decoded text of a character whose bytes are not complete
@@ -27,17 +27,21 @@ INCOMPLETE = "\ufffd"  # decoded text of a character whose bytes are not complet
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m scripts.generate", description=__doc__.split("\n")[0])
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("prompt", help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="most new tokens (default: 200)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn tokens (default: 0)")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    # 1. The arguments.
+    parser = Parser("python -m scripts.generate", __doc__)
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run folder")
+    add("prompt", help="text to continue")
+    add("--max-new-tokens", type=int, default=200, metavar="N", help="most new tokens (default: 200)")
+    add("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1)")
+    add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (default: all)")
+    add("--seed", type=int, default=0, help="seed of the drawn tokens (default: 0)")
+    parser.add_device()
     args = parser.parse_args(argv)
     require(args.temperature >= 0, f"--temperature {args.temperature} is negative. Use 0 or more.")
     require(args.top_k is None or args.top_k >= 1, f"--top-k {args.top_k} leaves no token. Use 1 or more.")
+
+    # 2. The model and the prompt.
     run = read_run(args.run)
     _, model = load_run(run.path, start_processes(args.device).device)
     tokenizer = tokenizer_of_run(run)
@@ -50,6 +54,7 @@ def main(argv: list[str] | None = None):
         logits = logits[:, : tokenizer.vocab_size]
         return sample(logits, temperature=args.temperature, top_k=args.top_k, generator=generator)
 
+    # 3. The text, piece by piece.
     print(args.prompt, end="", flush=True)
     new = decode(model, torch.tensor([tokens]), args.max_new_tokens, choose=choose)
     for text in text_pieces(tokens, map(torch.Tensor.item, new), tokenizer):

@@ -6,7 +6,6 @@
 A line replaces the line of the same name. Checkpoints, training records and the log stay in the run folder.
 """
 
-import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from configs.presets import PRESETS, preset
 from data.shards import read_manifest
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
+from scripts.shared.arguments import Parser
 from scripts.shared.runs import StoredRun, data_fingerprint, read_run, single_val_tokens, val_tokens
 
 TOP_LEVEL = ("method", "method_options", "seed")  # fields that are keys of the line, not of "changes"
@@ -34,16 +34,21 @@ CURVE = ("step", "val_loss", "val_loss_as", "copy_gain")
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m scripts.keep", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="finished run folders")
+    parser = Parser("python -m scripts.keep", __doc__)
+    parser.add_runs()
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="runs.jsonl of a scale")
     args = parser.parse_args(argv)
     lines = args.to.read_text().splitlines() if args.to.exists() else []
-    kept = {json.loads(line)["name"]: line for line in lines}
-    kept |= {path.name: to_json(make_line(read_run(path)), ensure_ascii=False) for path in args.runs}
+    kept = {line["name"]: line for line in map(json.loads, lines)}
+    kept |= {path.name: make_line(read_run(path)) for path in args.runs}
     args.to.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(args.to, "".join(f"{line}\n" for line in kept.values()))
+    write_lines(args.to, kept.values())
     print(f"{args.to} holds {len(kept)} runs")
+
+
+def write_lines(file: Path, lines: Iterable[dict]):
+    """Write a runs.jsonl."""
+    replace_text(file, "".join(to_json(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def make_line(stored: StoredRun) -> dict:

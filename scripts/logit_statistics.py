@@ -9,7 +9,6 @@ The paper's text is the introduction of Wikipedia's article on New England. The 
 and numbers (statistics.json, layers from 0). `python -m scripts.reproduce figure_qq` makes the paper's figures of them.
 """
 
-import argparse
 import datetime
 import hashlib
 import json
@@ -30,6 +29,7 @@ from scripts.hf import scores as hf_scores
 from scripts.hf.convert import attention_layers
 from scripts.hf.load import load_model
 from scripts.reproduce.logits import FOLDER, describe_scores, draw_qq, moments_table
+from scripts.shared.arguments import Parser
 from scripts.shared.runs import load_run, read_run, tokenizer_of_run
 
 COMMAND = "python -m scripts.logit_statistics"
@@ -38,33 +38,49 @@ MAX_PAIRS = 2**18  # random pairs per head. Texts of up to 725 tokens have fewer
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
+    # 1. The arguments.
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(COMMAND, description=__doc__.split("\n")[0])
-    parser.add_argument("model", metavar="MODEL", help="run folder, Hugging Face folder, or name on the hub")
-    parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="text file in UTF-8")
-    parser.add_argument("--out", type=Path, help=f"folder for the results (default: runs/{FOLDER}/NAME)")
-    parser.add_argument("--tokens", type=int, default=2048, help="reads at most this many tokens (default: 2048)")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser = Parser("python -m scripts.logit_statistics", __doc__)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="run folder, Hugging Face folder, or name on the hub")
+    add("--text", required=True, type=Path, metavar="FILE", help="text file in UTF-8")
+    add("--out", type=Path, help=f"folder for the results (default: runs/{FOLDER}/NAME)")
+    add("--tokens", type=int, default=2048, help="reads at most this many tokens (default: 2048)")
+    parser.add_device()
     args = parser.parse_args(argv)
     text, device = args.text.read_text(encoding="utf-8").strip(), start_processes(args.device).device
-    config_file = Path(args.model) / "config.json"
+
+    # 2. The model: a run of ours, or a model of Hugging Face.
+    folder = Path(args.model)
+    config_file = folder / "config.json"
     if config_file.is_file() and "model_type" not in json.loads(config_file.read_text()):
-        (_, model), tokenizer = load_run(Path(args.model), device), tokenizer_of_run(read_run(Path(args.model)))
+        (_, model), tokenizer = load_run(folder, device), tokenizer_of_run(read_run(folder))
         measure, scale = layer_scores, "q.k / sqrt(d)"
     else:
         model, tokenizer = load_model(args.model, dtype="auto", device=device), load_tokenizer(args.model)
         measure, scale = hf_scores.layer_scores, f"q.k * {attention_layers(model)[0].scaling:.6g}"
+
+    # 3. The scores of each layer.
     tokens = [tokenizer.eot, *tokenizer.encode(text)][: args.tokens]
     layers = []
     for layer, rotated, scores in measure(model, torch.tensor([tokens], device=device), MAX_PAIRS):
         layers.append(describe_scores(scores, layer=layer, rotated=rotated))
-    statistics = dict(
-        model=args.model, text=args.text.name, text_sha256=hashlib.sha256(text.encode()).hexdigest(),
-        tokens=len(tokens), pairs=scores.shape[1], scale=scale, dtype=str(model.dtype).removeprefix("torch."),
-        device=device_name(device), commit=git_commit(Path(__file__).parent) or "unknown",
-        made=str(datetime.date.today()), layers=layers,
-        command=shlex.join([*COMMAND.split(), *argv]),
-    )  # fmt: skip
+    statistics = {
+        "model": args.model,
+        "text": args.text.name,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "tokens": len(tokens),
+        "pairs": scores.shape[1],
+        "scale": scale,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device_name(device),
+        "commit": git_commit(Path(__file__).parent) or "unknown",
+        "made": str(datetime.date.today()),
+        "layers": layers,
+        "command": shlex.join([*COMMAND.split(), *argv]),
+    }
+
+    # 4. The files.
     out = args.out or Path("runs") / FOLDER / Path(args.model).resolve().name
     out.mkdir(parents=True, exist_ok=True)
     draw_qq(out / "layers", layers)

@@ -12,7 +12,6 @@ A score is the share of needles whose city and number are both right, by greedy 
 files are in RUN/needle/. The same command continues an interrupted fine-tuning or scoring.
 """
 
-import argparse
 import dataclasses
 import math
 from collections import defaultdict
@@ -26,7 +25,7 @@ from tqdm import tqdm
 from configs.config import Config, config_hash
 from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
-from data.needle import C4, NEEDLES, Haystack, NeedleTask, score
+from data.needle import C4, Haystack, NeedleTask, score
 from errors import exit_on_user_error, require
 from measure.validation import uncompiled
 from model.decoding import greedy_decode
@@ -39,6 +38,7 @@ from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoi
 from runtime.metrics import Metrics
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
+from scripts.shared.arguments import Parser
 from scripts.shared.runs import load_run, read_object, read_run, tokenizer_of_run
 
 SAVE_EVERY = 50  # steps
@@ -48,17 +48,18 @@ TEST_SEED = 1_000_000  # of the scored examples: the same for all runs, and unli
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m scripts.needle", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-    parser.add_argument("--lengths", nargs="+", type=int, help="tokens per prompt (default: 1, 4, 16 x train_length)")
-    parser.add_argument("--scale", default="paper", choices=SCALES, help="gives the defaults of the next five options")
-    parser.add_argument("--haystack", choices=["c4", "shards"], help=f"c4 (cached in {C4}), or the run's own shards")
-    parser.add_argument("--steps", type=int, help="fine-tuning steps")
-    parser.add_argument("--sequences", type=int, help="sequences per step (paper: 64)")
-    parser.add_argument("--curriculum", type=int, help="tokens per sequence in the first half of the steps (0: off)")
-    parser.add_argument("--examples", type=int, help="scored prompts per length")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--compile", default="auto", choices=["auto", "on", "off"])
+    parser = Parser("python -m scripts.needle", __doc__)
+    add = parser.add_argument
+    parser.add_runs()
+    add("--lengths", nargs="+", type=int, help="tokens per prompt (default: 1, 4, 16 x train_length)")
+    add("--scale", default="paper", choices=SCALES, help="gives the defaults of the next five options")
+    add("--haystack", choices=["c4", "shards"], help=f"c4 (cached in {C4}), or the run's own shards")
+    add("--steps", type=int, help="fine-tuning steps")
+    add("--sequences", type=int, help="sequences per step (paper: 64)")
+    add("--curriculum", type=int, help="tokens per sequence in the first half of the steps (0: off)")
+    add("--examples", type=int, help="scored prompts per length")
+    parser.add_device()
+    add("--compile", default="auto", choices=["auto", "on", "off"])
     args = parser.parse_args(argv)
     given = {name: value for name, value in vars(args).items() if name in vars(Needle()) and value is not None}
     needle = dataclasses.replace(SCALES[args.scale].needle, **given)
@@ -77,11 +78,10 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
     config = dataclasses.replace(config, compile=compile)
     compiled = compile_model(model, config, World(0, 1, device))
     tokenizer = tokenizer_of_run(read_run(path))
-    train_text, val_text = (
-        Haystack.from_c4(C4, split, tokenizer) if needle.haystack == "c4"
-        else Haystack.from_shards(Path(config.data_dir), split, tokenizer)
-        for split in ("train", "val")
-    )  # fmt: skip
+    read, folder = Haystack.from_shards, Path(config.data_dir)
+    if needle.haystack == "c4":
+        read, folder = Haystack.from_c4, C4
+    train_text, val_text = (read(folder, split, tokenizer) for split in ("train", "val"))
     tuning_lengths = (needle.curriculum or config.train_length, config.train_length)  # one for each half of the steps
     tuning_tasks = [NeedleTask(tokenizer, train_text, length, seed=config.seed) for length in tuning_lengths]
     lengths = lengths or Needle.lengths(config.train_length)
@@ -91,10 +91,9 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
 
     # ---- fine-tuning ----
     folder = RunFolder(path, "needle", resume="auto")
-    settings = {
-        "method": config.method, "train_length": config.train_length, "seed": config.seed, **dataclasses.asdict(needle),
-        "pretrained": latest_checkpoint(path / "checkpoints").stem, "config_hash": config_hash(config),
-    }  # fmt: skip
+    settings = {field: getattr(config, field) for field in ("method", "train_length", "seed")}
+    settings |= vars(needle)
+    settings |= {"pretrained": latest_checkpoint(path / "checkpoints").stem, "config_hash": config_hash(config)}
     stored = settings | (read_object(folder.path / "settings.json") or {})
     changed = ", ".join(key for key in settings if stored[key] != settings[key])
     require(not changed, f"{folder.path} has other settings ({changed}). Delete it to start again.")
@@ -102,8 +101,7 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
     fine_tune(config, model, compiled, tuning_tasks, folder, needle)
 
     # ---- scoring ----
-    no_scores = {kind: {} for kind in KINDS}
-    summary = {"name": path.name, **settings, **no_scores} | (read_object(folder.path / "summary.json") or {})
+    summary = {"name": path.name, **settings} | (read_object(folder.path / "summary.json") or {})
     add_scores(summary, config, uncompiled(model), test_tasks, folder)
     folder.close()
 
@@ -116,6 +114,7 @@ def fine_tune(
     compiled: the model as compile_model returns it. tasks: one for each half of the steps. Steps of both halves have
     about as many tokens.
     """
+    # 1. The state at the latest checkpoint.
     device, steps = model.head.device, needle.steps
     optimizers = build_optimizers(config, model, World(0, 1, device))
     start = 0
@@ -126,6 +125,8 @@ def fine_tune(
         optimizers.load_state_dict(state["optimizers"])
     metrics = Metrics(folder.metrics)
     metrics.truncate(start)
+
+    # 2. The steps.
     plans = [model.plan(task.length, backend=config.attention_backend) for task in tasks]
     for step in tqdm(range(start, steps), "fine-tuning", initial=start, total=steps, unit="step", disable=None):
         task, plan = tasks[step >= steps // 2], plans[step >= steps // 2]
@@ -153,18 +154,18 @@ def add_scores(summary: dict, config: Config, model: GPT, tasks: dict[int, Needl
 
     summary.json is written after each length, so an interrupted scoring continues.
     """
-    alternatives = alternative_methods(config)  # other methods that can run these weights
-    if alternatives:
-        summary["as"] = {name: {kind: {} for kind in KINDS} for name in alternatives} | summary.get("as", {})
-    for name, method in {config.method: None, **alternatives}.items():
-        shares = summary["as"][name] if method else summary
-        for length in (n for n in tasks if str(n) not in shares["greedy"]):
+    for name, method in {config.method: None, **alternative_methods(config)}.items():  # all that can run these weights
+        shares = summary.setdefault("as", {}).setdefault(name, {}) if method else summary
+        for length, task in tasks.items():
+            key = str(length)
+            if key in shares.get("greedy", {}):
+                continue
             if method and length <= config.train_length:  # these methods have equal rotations up to train_length
-                scores = {kind: summary[kind][str(length)] for kind in KINDS}
+                scores = {kind: summary[kind][key] for kind in KINDS}
             else:
-                scores = measure_accuracy(config, model, tasks[length], summary["examples"], method)
+                scores = measure_accuracy(config, model, task, summary["examples"], method)
             for kind in KINDS:
-                shares[kind][str(length)] = scores[kind]
+                shares.setdefault(kind, {})[key] = scores[kind]
             folder.write_json("summary.json", summary)
             greedy, forced = scores["greedy"], scores["teacher_forcing"]
             print(f"{summary['name']} as {name}, {length} tokens: score {greedy:.3f} (teacher forcing {forced:.3f})")
@@ -177,35 +178,37 @@ def measure_accuracy(config: Config, model: GPT, task: NeedleTask, examples: int
     greedy, teacher_forcing: shares of needles. by_distance: {d: [found, all]} of greedy decoding, for d = 1, 2, 4, ...,
     counts the needles that start d to 2d - 1 tokens before the response.
     """
-    device, greedy, forced, by_distance = model.head.device, [], [], defaultdict(lambda: [0, 0])
+    # 1. The examples by length of the prompt, because a batch needs prompts of equal length.
+    device, tokenizer = model.head.device, task.tokenizer
     size = max(1, config.micro_batch_tokens // task.length)
     plan = model.plan(task.length, backend=config.attention_backend, method=method)
-    by_prompt_length = defaultdict(list)  # a batch needs prompts of equal length
+    by_start = defaultdict(list)
     for example in map(task.example, range(examples)):
-        by_prompt_length[example.response_start].append(example)
-    batches = []
-    for start, group in by_prompt_length.items():
-        batches += [(start, group[i : i + size]) for i in range(0, len(group), size)]
-    for start, batch in batches:
-        tokens = torch.from_numpy(np.stack([example.tokens for example in batch])).to(device)  # (B, length + 1)
-        response, tokenizer = task.length + 1 - start, task.tokenizer
-        decoded = greedy_decode(  # (B, response) at most
-            model, tokens[:, :start], response, target_length=task.length, stop=tokenizer.eot, method=method
-        )
-        predicted = model(tokens[:, :-1], plan=plan, last=response).argmax(dim=-1)  # (B, response)
-        for example, ids, forced_ids in zip(batch, decoded.tolist(), predicted.tolist()):
-            greedy += score(tokenizer.decode(ids), tokenizer.eot_text, example)
-            forced += score(tokenizer.decode(forced_ids), tokenizer.eot_text, example)
-            for right, position in zip(greedy[-NEEDLES:], example.positions, strict=True):
-                distance = start - position  # tokens from the start of the needle to the response
-                counts = by_distance[2 ** (distance.bit_length() - 1)]  # the largest power of 2 <= distance
-                counts[0] += right
-                counts[1] += 1
-    return {
-        "greedy": sum(greedy) / len(greedy),
-        "teacher_forcing": sum(forced) / len(forced),
-        "by_distance": {str(distance): by_distance[distance] for distance in sorted(by_distance)},
-    }
+        by_start[example.response_start].append(example)
+
+    # 2. Two scores of each needle, and its distance.
+    found = []
+    for start, group in by_start.items():
+        response = task.length + 1 - start
+        for first in range(0, len(group), size):
+            batch = group[first : first + size]
+            tokens = torch.from_numpy(np.stack([example.tokens for example in batch])).to(device)  # (B, length + 1)
+            decoded = greedy_decode(  # (B, response) at most
+                model, tokens[:, :start], response, target_length=task.length, stop=tokenizer.eot, method=method
+            )
+            predicted = model(tokens[:, :-1], plan=plan, last=response).argmax(dim=-1)  # (B, response)
+            for example, *answers in zip(batch, decoded.tolist(), predicted.tolist()):
+                scores = [score(tokenizer.decode(ids), tokenizer.eot_text, example) for ids in answers]
+                found += zip((start - position for position in example.positions), *scores, strict=True)
+
+    # 3. Their means.
+    by_distance = defaultdict(lambda: [0, 0])
+    for distance, right, _ in sorted(found):
+        counts = by_distance[str(2 ** (distance.bit_length() - 1))]  # the largest power of 2 <= distance
+        counts[0] += right
+        counts[1] += 1
+    _, greedy, forced = (sum(column) / len(found) for column in zip(*found))
+    return {"greedy": greedy, "teacher_forcing": forced, "by_distance": by_distance}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ get the same tokens, steps and learning rates. Each has the constants that were 
 (results/quickstart.md).
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -21,9 +20,9 @@ from data.shards import read_manifest
 from errors import exit_on_user_error, require
 from files import replace_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
-from scripts.shared.arguments import field_changes
+from scripts.shared.arguments import Parser, field_changes
 from scripts.shared.looks import plot_styles
-from scripts.shared.runs import data_fingerprint, read_runs
+from scripts.shared.runs import copy_gains, data_fingerprint, final_losses, read_runs
 from scripts.shared.states import find_stored, run_state, sidecar
 from scripts.shared.tables import markdown_table
 from scripts.sweep.local import train
@@ -44,20 +43,25 @@ the loss of their second copy, in nats per token. Columns: tokens between the co
 
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(prog="python -m scripts.quickstart", description=__doc__.split("\n")[0])
+    # 1. The runs.
+    parser = Parser("python -m scripts.quickstart", __doc__)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of all results (default: runs)")
     args, field_arguments = parser.parse_known_args(argv)
     start_time, runs_dir = time.monotonic(), args.runs_dir
-    fields = field_changes("quickstart", field_arguments) | dict(runs_dir=str(runs_dir), resume="auto")
+    fields = field_changes("quickstart", field_arguments) | {"runs_dir": str(runs_dir), "resume": "auto"}
     own = fields.keys() & {"method", "method_options"}
     require(not own, f"the quickstart sets {', '.join(own)} itself. Set it in train_gpt.py quickstart.")
     runs = {
-        name: Run("quickstart", fields | dict(method=method, method_options=options))
+        name: Run("quickstart", fields | {"method": method, "method_options": options})
         for name, (method, options) in METHODS.items()
     }
+
+    # 2. Data and training.
     config = runs["RoPE"].config
     share = make_data(Path(config.data_dir))
     summaries = train_all(runs, runs_dir)
+
+    # 3. Table and figure.
     text = f"{CAPTION.format(length=config.train_length, share=share)}\n\n{result_table(summaries, config)}\n"
     replace_text(runs_dir / "quickstart.md", text)
     draw(summaries, config, runs_dir / "quickstart.png")
@@ -100,8 +104,8 @@ def result_table(summaries: dict[str, dict], config: Config) -> str:
     lengths, gaps = config.val_lengths, config.val_copy_gaps[1:]
     rows = [["method", *(f"loss at {n}" for n in lengths), *(f"copy gain at {gap}" for gap in gaps)]]
     for name, summary in summaries.items():
-        losses = (f"{summary['val_loss'][str(n)]:.3f}" for n in lengths)
-        rows.append([name, *losses, *(f"{summary['copy_gain']['random'][str(gap)]:.1f}" for gap in gaps)])
+        losses, gains = final_losses(summary), copy_gains(summary)
+        rows.append([name, *(f"{losses[n]:.3f}" for n in lengths), *(f"{gains[gap]:.1f}" for gap in gaps)])
     return markdown_table(rows)
 
 
@@ -110,11 +114,11 @@ def draw(summaries: dict[str, dict], config: Config, path: Path):
     losses, gains = [], []
     for name, summary in summaries.items():
         method, _ = METHODS[name]
-        look = plot_styles([method])[method] | dict(label=name)
-        copies = summary.get("copy_gain", {}).get("random", {})
-        losses.append(Line(look, config.val_lengths, [summary["val_loss"][str(n)] for n in config.val_lengths]))
-        gains.append(Line(look, config.val_copy_gaps, [copies[str(gap)] for gap in config.val_copy_gaps]))
-    gain_axes = dict(xlabel="tokens between the two copies", ylabel="copy gain, random tokens (nats)")
+        look = plot_styles([method])[method] | {"label": name}
+        by_length, by_gap = final_losses(summary), copy_gains(summary)
+        losses.append(Line(look, config.val_lengths, [by_length[n] for n in config.val_lengths]))
+        gains.append(Line(look, config.val_copy_gaps, [by_gap[gap] for gap in config.val_copy_gaps]))
+    gain_axes = {"xlabel": "tokens between the two copies", "ylabel": "copy gain, random tokens (nats)"}
     text = Panel(f"natural text, trained at {config.train_length} tokens", losses)
     panels = [text, Panel("copies of random tokens", gains, gain_axes)]
     draw_panels(path.with_suffix(""), [panels], x="sequence length in tokens", y="nats a token", log=2)

@@ -1,13 +1,13 @@
 """The charts of a validation, as they arrive at a server in place of wandb's; the id of a run that is killed early."""
 
 import pytest
+import wandb
 from commands import succeeds
 from matplotlib import image
 from matplotlib.figure import Figure
 from tiny_run import arguments, train_tiny_run
 from wandb_stand_in import StandIn
 
-import wandb
 from runtime.charts import draw_copy_gain, draw_layers, draw_positions, draw_validation
 from runtime.metrics import WandbRun, read_metrics
 from train_gpt import main as train

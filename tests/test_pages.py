@@ -67,7 +67,8 @@ From 1 to <!--loss a 8 x - loss a 8 y:+.2f-->+1.00, <!--seeds loss a 8 x:d-->3, 
 
 
 def test_numbers_are_filled_in_place():
-    page = pages.Page({"loss a 8 x": {0: 1.0, 1: 3.0, 2: 9.0}, "loss a 8 y": {0: 0.5, 1: 1.5}, "p": {0: 0.0123}})
+    losses = {"loss a 8 x": {0: 1.0, 1: 3.0, 2: 9.0}, "loss a 8 y": {0: 0.5, 1: 1.5}}
+    page = pages.Page(losses | {"p": {0: 0.0123}})
     assert page.fill(PAGE) == page.fill(FILLED) == FILLED
     assert page.show("stderr loss a 8 x - loss a 8 y", ".2f") == "0.50"
     assert pages.Page({"p": {0: 1e-4}}).show("p", "p") == "< 0.001"
@@ -91,16 +92,17 @@ def test_names_lead_to_the_lines_of_the_runs(page):
 
 def test_counts_of_needles_on_the_pages_are_the_counts_of_the_runs():
     def found(series, length, least, most):
-        """Return [needles found, all needles] at distances from least to most, summed over the seeds."""
+        """Return (needles found, all needles) at distances from least to most, summed over the seeds."""
         kept = [run for run in read_runs(ROOT / "results/mini/runs.jsonl") if run.needle and run.config.num_layers == 3]
         counts = [run.needle["by_distance"][length] for run in kept if series_label(run.config) == series]
         cells = [cell for by_distance in counts for at, cell in by_distance.items() if least <= int(at) < most]
-        return [sum(column) for column in zip(*cells)]
+        return tuple(map(sum, zip(*cells)))
 
     m_alone, alibi = f"{SI} tau=0.625 terms=m", "alibi slope_scale=1"
-    assert [found(SI, "1024", 128, 1024), found(m_alone, "1024", 128, 1024)] == [[157, 825], [0, 825]]
-    assert [found(alibi, "4096", 0, 1024), found(alibi, "4096", 1024, 4096)] == [[70, 246], [0, 654]]
-    assert [found(SI, "4096", 0, 1024), found(SI, "4096", 1024, 4096)] == [[13, 246], [73, 654]]
+    assert found(SI, "1024", 128, 1024) == (157, 825) and found(m_alone, "1024", 128, 1024) == (0, 825)
+    for series, near, far in (alibi, 70, 0), (SI, 13, 73):
+        assert found(series, "4096", 0, 1024) == (near, 246)
+        assert found(series, "4096", 1024, 4096) == (far, 654)
 
 
 def test_the_front_page_has_no_number_of_its_own():

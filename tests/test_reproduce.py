@@ -14,9 +14,10 @@ from test_train import write_shards
 
 from configs.sweeps import SCALES
 from model.gpt import GPT
+from results import reach
 from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import __main__ as command
-from scripts.reproduce import figures, needles, reach, theory
+from scripts.reproduce import figures, needles, theory
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.arguments import field_changes
@@ -34,9 +35,9 @@ TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_t
 
 
 def write_run(
-    runs_dir, run, losses, *, steps=(0, 200, 400, 640), val_tokens=49_152, data="abc", needle=None, part=None,
-    others={}, **summary,
-):  # fmt: skip
+    runs_dir, run, losses, *, steps=(0, 200, 400, 640), val_tokens=49_152, data="abc", needle=None,
+    part=None, others={}, **summary,
+):
     """A finished run whose validation loss falls by 0.1 a record to the given losses {length: nats}.
 
     others: losses of its weights as other methods, {method: losses}. part: validation tokens, before the end, at all
@@ -46,19 +47,20 @@ def write_run(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(vars(run.config)))
     (folder / "log.txt").write_text(f"{LOG_HEADER}==== a.py ====\nimport torch now\n")
-    records = [dict(step=1, tokens=1, train_loss=5.0)]
+    records = [{"step": 1, "tokens": 1, "train_loss": 5.0}]
     for i, step in enumerate(steps):
-        above = 0.1 * (len(steps) - 1 - i)
-        record = dict(step=step, tokens=step, val_loss={str(n): x + above for n, x in losses.items()})
-        record["val_loss_as"] = {m: {str(n): x + above for n, x in found.items()} for m, found in others.items()}
+        def rise(values):
+            return {str(n): x + 0.1 * (len(steps) - 1 - i) for n, x in values.items()}
+        record = {"step": step, "tokens": step, "val_loss": rise(losses)}
+        record["val_loss_as"] = {method: rise(found) for method, found in others.items()}
         record["val_tokens"] = dict.fromkeys(record["val_loss"], val_tokens)
         if part and step < steps[-1]:
             record["val_tokens"] |= dict.fromkeys([*record["val_loss"]][1:], part)
         records.append(record)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     last = {key: records[-1][key] for key in ("val_loss", "val_loss_as", "val_tokens")}
-    summary = dict(name=run.name, data=data, steps=steps[-1], tokens=1000, seconds=8.0, parameters=9, **last) | summary
-    (folder / "summary.json").write_text(json.dumps(summary))
+    last |= {"name": run.name, "data": data, "steps": steps[-1], "tokens": 1000, "seconds": 8.0, "parameters": 9}
+    (folder / "summary.json").write_text(json.dumps(last | summary))
     (folder / "data.json").write_text(json.dumps(dict(train=data, validation="v")))
     if needle:
         (folder / "needle").mkdir()
@@ -76,7 +78,8 @@ def write_study(runs_dir, item, scale="mini", **options):
         steps = [s * run.config.steps // 4 for s in range(5)]
         write_run(runs_dir, run, losses, steps=steps, others=others, **options)
         shown = {series_label(run.config): losses} | others
-        values |= {(name, run.config.seed, n): x for name, found in shown.items() for n, x in found.items()}
+        for name, found in shown.items():
+            values |= {(name, run.config.seed, n): x for n, x in found.items()}
     return values
 
 
@@ -109,15 +112,22 @@ def is_figure(path):
 
 def cells_of(text):
     """Return the table rows of a text by their first cell."""
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    return {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)}
+    return {first: cells for first, *cells in rows_of(text)}
+
+
+def rows_of(text):
+    """Return the cells of the table rows of a text."""
+    lines = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line[1:-1]] for line in lines]
 
 
 def table_of(text):
     """Return the cells of a text's first table by first cell and head, without bold."""
-    lines = text[text.index("\n| ") + 1 :].split("\n\n")[0].splitlines()
-    head, _, *body = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in lines]
-    return {(line[0], name): cell for line in body for name, cell in zip(head[1:], line[1:])}
+    (_, *head), *body = rows_of(text[text.index("\n| ") :].split("\n\n")[0])
+    found = {}
+    for first, *cells in body:
+        found |= {(first, name): cell.strip("*") for name, cell in zip(head, cells)}
+    return found
 
 
 def missing(output):
@@ -163,27 +173,6 @@ def test_paper_targets_are_whole():
             column = {m: t for (m, n), t in paper_targets(name).items() if n == length}
             lowest = min(t["mean"] for t in column.values())
             assert all(("bold" in t["note"]) == (t["mean"] == lowest) for t in column.values())
-
-
-def test_table_losses_has_means_errors_and_the_papers_numbers(tmp_path, call):
-    values = write_study(tmp_path / "runs", "table_losses")
-    code, output = call("table_losses", "--scale", "mini")
-    assert code == 0 and not missing(output) and used(output) == [27, 27]
-    table, weights = table_of(output.out), {"RoPE+NTK", "YaRN", "LogN+NTK"}  # validated with the weights of another
-    for series, _, length in values:
-        name = series_name(series) + ("\u2020" if series_name(series) in weights else "")
-        three = np.array([values[series, seed, length] for seed in range(3)])
-        head = f"{length} ({length // 256}x)"
-        assert table[name, head] == format_mean(three.mean(), three.std(ddof=1) / math.sqrt(3))
-        assert table[name, "seeds"] == "3"
-        if length < 16_384:
-            paper = paper_targets("table_losses").get((series, length * 16))
-            printed = table[name, f"paper {length // 64}k ({length // 256}x)"].split(" ")[0]
-            assert printed == (f"{paper['mean']:.3f}" if paper else "")
-    best = min({series for series, _, _ in values}, key=lambda s: sum(values[s, seed, 256] for seed in range(3)))
-    (bold,) = [name for name, cells in cells_of(output.out.split("###")[0]).items() if cells[1].startswith("**")]
-    assert bold.strip("\u2020") == series_name(best)
-    assert "0123abc (27)" in output.out and "an abacus (27)" in output.out
 
 
 def test_without_runs_nothing_is_written_and_the_sweep_is_named(tmp_path, call):
@@ -296,9 +285,9 @@ def test_needle_table(tmp_path, call):
 
 def test_needles_by_distance_are_counted_over_seeds(tmp_path, call):
     runs = sweep("table_needle", "mini", methods=["rope"])
-    counts = [{"256": {"64": [3, 4], "128": [0, 5]}}, {"256": {"128": [2, 5], "32": [1, 1]}, "1024": {"512": [1, 9]}}]
-    shares = {"256": 0.8, "1024": 0.4, "4096": 0.0}
-    for run, known in zip(runs, [*counts, {}]):
+    counts = {"256": {"128": [2, 5], "32": [1, 1]}, "1024": {"512": [1, 9]}}
+    first, shares = {"256": {"64": [3, 4], "128": [0, 5]}}, {"256": 0.8, "1024": 0.4, "4096": 0.0}
+    for run, known in zip(runs, [first, counts, {}]):
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, shares, by_distance=known))
     _, output = call("table_needle", "--scale", "mini", "--methods", "rope")
     assert is_figure(tmp_path / "out" / "figures" / "table_needle_distances")
@@ -326,10 +315,11 @@ def test_curves_are_means_over_seeds(tmp_path, call, drawn):
     assert code == 0 and len(zoomed) == 3 and "Open circles" in output.out
     for length, panel in zip((256, 1024, 4096), panels):
         curves = curves_of(panel)
-        part = curves.pop("_")
+        part = curves.pop("_", {})
         assert [*part] == ([] if length == 256 else [0, 160, 320, 480])
         for series in {series for series, _, _ in values} - ({"nope"} if length > 256 else set()):
-            loss, curve = np.array([values[series, seed, length] for seed in range(3)]), curves.pop(series_name(series))
+            loss = np.array([values[series, seed, length] for seed in range(3)])
+            curve = curves.pop(series_name(series))
             assert [*curve] == [0, 160, 320, 480, 640]
             for step, (mean, stderr) in curve.items():
                 assert mean == pytest.approx(loss.mean() + 0.1 * (4 - step / 160))
@@ -349,7 +339,7 @@ def test_a_mean_is_over_losses_on_the_same_tokens(tmp_path, call, drawn):
 def test_models_are_shown_at_their_training_length(tmp_path, call, drawn):
     write_study(tmp_path / "runs", "figure_train_lengths")
     assert call("figure_train_lengths", "--scale", "mini")[0] == 0
-    assert [len(curves_of(panel)) - 1 for panel in drawn["figure_train_lengths"][0]] == [10, 9, 9]
+    assert [len(curves_of(panel)) for panel in drawn["figure_train_lengths"][0]] == [10, 9, 9]
 
 
 def test_a_loss_that_is_not_a_number_is_a_gap_and_a_damaged_record_is_named(tmp_path, call):

@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 from commands import ROOT
-from test_reproduce import call, cells_of, same, write_run  # noqa: F401 (call is a fixture)
+from test_reproduce import cells_of, rows_of, table_of
 
 from configs.config import config_hash
 from configs.sweeps import SI
@@ -15,12 +15,14 @@ from model.methods.names import canonical_name
 from model.methods.options import check_options
 from results.far.study import time_to_copy
 from results.mini.study import RIVALS
+from results.paired import PairedTests
 from scripts.reproduce.__main__ import read_sections
-from scripts.reproduce.comparisons import PairedTests, describe_variances, difference_cell, differences, holm
+from scripts.reproduce.comparisons import describe_variances, difference_cell, differences, holm
 from scripts.reproduce.pages import open_study
 from scripts.reproduce.study import Study
+from scripts.reproduce.tables import paper_targets
 from scripts.shared.looks import series_label, series_name
-from scripts.shared.runs import read_runs
+from scripts.shared.runs import StoredRun, read_runs
 from scripts.shared.sweeps import studies, sweep
 from scripts.shared.tables import format_mean, mean_and_stderr
 
@@ -42,7 +44,8 @@ def two_sided(t, freedom):
     """Return the probability of a Student's t at least as far from 0, by integrating its density."""
     angle = np.linspace(np.arctan(abs(t) / math.sqrt(freedom)), np.pi / 2, 200_001)
     density = np.cos(angle) ** (freedom - 1)  # t = sqrt(freedom) tan(angle)
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)
+    scale = math.exp(log_scale) / math.sqrt(math.pi)
     return 2 * scale * np.trapezoid(density, angle)
 
 
@@ -51,8 +54,8 @@ def samples(sd, *others):
     random = np.random.default_rng()
     ours = random.permutation([4.0, 4.0, 4.01, 4.02, 4.02]) + 0.002 * random.random()
     rope_losses = 4.01 + sd * random.permutation([-1, 0, 1])
-    trained = {(SI, 256): ours.tolist(), ("rope", 256): rope_losses.tolist(), ("nope", 64): [4.2, 4.3]}
-    return trained | dict(others)
+    trained = {(SI, 256): ours.tolist(), ("rope", 256): rope_losses.tolist()}
+    return trained | {("nope", 64): [4.2, 4.3]} | dict(others)
 
 
 def test_differences_of_methods_with_equal_variance_follow_student():
@@ -111,8 +114,9 @@ def assert_paired(paired, expected):
 
 
 def test_paired_tests_leave_out_known_seeds_and_count_tests_without_runs():
-    losses = {"a": {0: 9.0, 1: 1.0, 2: 2.5, 3: 3.0}, "b": {1: 1.5, 2: 2.0, 3: 5.0}, "c": {1: 7.0}}
-    losses["d"] = {0: 9.0, 1: 1.0}
+    losses = {"a": {0: 9.0, 1: 1.0, 2: 2.5, 3: 3.0}}
+    losses |= {"b": {1: 1.5, 2: 2.0, 3: 5.0}, "c": {1: 7.0}}
+    losses |= {"d": {0: 9.0, 1: 1.0}}
     expected = {("loss", "b"): [-0.5, 0.5, -2.0], ("loss", "c"): [-6.0]}
     assert_paired(PairedTests("T", "a", ["b", "c"], {"loss": losses}, "nats", [0]), expected)
     (row,) = PairedTests("T", "a", ["d"], {"loss": losses}, "nats").rows()
@@ -153,6 +157,8 @@ def kept_summaries(place):
     """Return the lines of the kept runs, also as other methods: {(series, seed): line}."""
     found = {}
     for run in read_runs(ROOT / f"results/{place}/runs.jsonl"):
+        if run.line["preset"] != place:
+            continue
         found[series_label(run.config), run.config.seed] = run.line
         for method in run.config.validate_as:
             fields = ("val_loss", "copy_gain", "far_gain")
@@ -201,7 +207,8 @@ def plain_value(measure, line):
 def test_registered_tests_stay_and_follow_from_the_kept_runs(item):
     scale = STUDIES[item].SCALE
     found = STUDIES[item].TESTS[item](open_study(item, scale, scale))
-    assert [(t.title, t.ours, t.rivals, [*t.measures], [*t.left_out]) for t in found] == REGISTERED[item]
+    fixed = [(*paired[:3], [*paired.measures], [*paired.left_out]) for paired in found]
+    assert fixed == REGISTERED[item]
     if item.endswith("rotation"):
         return  # see below
     lines = kept_summaries(scale)
@@ -217,34 +224,31 @@ def test_registered_tests_stay_and_follow_from_the_kept_runs(item):
 
 
 @pytest.mark.parametrize("scale, seeds", [("taught", [1, 2, 3]), ("far", [0, 1, 2, 3])])
-def test_rotation_tests_the_rules_and_their_interaction_with_the_rotation(tmp_path, call, scale, seeds):  # noqa: F811
-    random, losses = np.random.default_rng(), {}
+def test_rotation_tests_the_rules_and_their_interaction_with_the_rotation(scale, seeds):
+    random, losses, runs = np.random.default_rng(), {}, []
     for run in sweep(f"{scale}_rotation", scale, seeds=[0, 1, 2, 3]):
         loss = losses[series_label(run.config), run.config.seed] = 3 + random.random()
-        gains = {"random": dict.fromkeys(map(str, run.config.val_copy_gaps), 1.0)}
-        write_run(tmp_path / "runs", run, same(run, loss), steps=(0, run.config.steps), copy_gain=gains)
-    code, output = call(f"{scale}_rotation", "--seeds", "0", "1", "2", "3")
-    assert code == 0 and len({series for series, _ in losses}) == 12 and "### Tests" in output.out
-    expected = {}
-    for measure in ROTATION:
-        for rival in ("logn_p_rope", "p_rope"):
-            values = expected[measure, rival] = []
-            for seed in seeds:
-                ours, other = (losses[f"{rule} {QUARTER}", seed] for rule in (SI, rival))
-                if measure.startswith("change"):
-                    ours, other = ours - losses[SI, seed], other - losses[rival, seed]
-                values.append(ours - other)
-    study = Study(f"{scale}_rotation", scale, tmp_path, read_runs(tmp_path / "runs"), seeds=[0, 1, 2, 3])
+        summary = dict(val_loss=dict.fromkeys(run.config.val_lengths, loss), val_tokens=1, data="text")
+        runs.append(StoredRun(ROOT / run.name, run.config, summary))
+    study = Study(f"{scale}_rotation", scale, ROOT, runs, seeds=[0, 1, 2, 3])
     (paired,) = STUDIES[study.item].TESTS[study.item](study)
+    fast, change = {}, {}
+    for rule in (SI, "logn_p_rope", "p_rope"):
+        fast[rule] = np.array([losses[f"{rule} {QUARTER}", seed] for seed in seeds])
+        change[rule] = fast[rule] - [losses[rule, seed] for seed in seeds]
+    expected = {}
+    for measure, values in zip(ROTATION, (fast, change)):
+        for rival in ("logn_p_rope", "p_rope"):
+            expected[measure, rival] = (values[SI] - values[rival]).tolist()
+    assert len(study.finished) == 48 and len({series for series, _ in losses}) == 12
     assert_paired(paired, expected)
-    assert paired.section()[2] in output.out
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 
 def committed(place, item, after="## "):
-    """Return the cells of the first table of a committed section behind some words, by first cell."""
+    """Return the cells of the table rows of a committed section that follow some words, by first cell."""
     text = read_sections(ROOT / f"results/{place}/tables.md")[item].split(after, 1)[1]
     return cells_of(text[text.index("\n| ") :].split("\n\n")[0])
 
@@ -255,7 +259,7 @@ def mean_of(values):
 
 def test_the_tables_of_far_are_means_of_the_kept_runs():
     lines = kept_summaries("far")
-    copies, late = committed("far", "far"), committed("far", "far", after="from position 256 on |")
+    copies, late = committed("far", "far"), committed("far", "far", after="8192 (16x) loss from")
     errors = committed("far", "far", after="blocks of the validation text")
     for series in (SI, "rope", "logn_p_rope", ALIBI, FAST):
         found = [line for (name, _), line in lines.items() if name == series]
@@ -267,8 +271,7 @@ def test_the_tables_of_far_are_means_of_the_kept_runs():
             assert copies[series_name(series)][column] == mean_of([line["far_gain"][kind] for line in found])
         for length in (512, 2048, 8192):
             # Octave k > 0 has the positions 2^(k-1) .. 2^k - 1, so a position has octave bit_length().
-            measured = [line.get("val_loss_by_position", {}) for line in found]
-            octaves = [values[str(length)] for values in measured if str(length) in values]
+            octaves = [line.get("val_loss_by_position", {}).get(str(length), ()) for line in found]
             octaves = [values for values in octaves if len(values) > 9]
             means = [np.mean([values[i.bit_length()] for i in range(256, length)]) for values in octaves]
             column = 1 + [512, 2048, 8192].index(length)
@@ -281,24 +284,32 @@ def test_the_tables_of_far_are_means_of_the_kept_runs():
     assert error == pytest.approx(difference.std() / 16**0.5, rel=0.1)
 
 
-def test_the_tables_of_taught_are_means_of_the_kept_runs():
-    lines = kept_summaries("taught")
-    losses, gains = committed("taught", "taught"), committed("taught", "taught", after="copy gain |")
-    for series in (SI, "rope", "yarn", FAST):
-        found = [line for (name, _), line in lines.items() if name == series]
-        for column, length in enumerate(("256", "1024", "4096", "16384"), start=1):
-            values = [line["val_loss"][length] for line in found if length in line["val_loss"]]
-            assert losses[series_name(series) + "\u2020" * (series == "yarn")][column].strip("*") == mean_of(values)
-        for column, gap in enumerate(("128", "512", "1024", "2048"), start=1):
-            values = [line["copy_gain"]["random"][gap] for line in found]
-            assert gains[series_name(series) + "\u2020" * (series == "yarn")][column].strip("*") == mean_of(values)
+@pytest.mark.parametrize("place, item, number, field", [
+    ("taught", "taught", 1, "val_loss"), ("taught", "taught", 2, "copy_gain"), ("mini", "table_losses", 1, "val_loss"),
+])
+def test_tables_are_means_of_the_kept_runs_beside_the_papers_numbers(place, item, number, field):
+    lines, trained_at = kept_summaries(place), {"4k": 4096, "16k": 16_384, "64k": 65_536}
+    text = read_sections(ROOT / f"results/{place}/tables.md")[item]
+    table = table_of("\n| method" + text.split("\n\n| method")[number])
+    names = {series_name(series) + "\u2020" * (series == "yarn"): series for series in (SI, "rope", "yarn", "alibi")}
+    for (name, head), cell in table.items():
+        if name not in names or head == "seeds":
+            continue
+        series, first, *others = names[name], *head.split(" ")
+        if first == "paper":
+            target = paper_targets(item).get((series, trained_at[others[0]]))
+            assert cell.split(" ")[0] == (f"{target['mean']:.3f}" if target else "")
+        else:
+            found = [line[field] for (label, _), line in lines.items() if label == series]
+            found = [values.get("random", values) for values in found]
+            assert cell == mean_of([values[first] for values in found if first in values])
+    assert len({name for name, _ in table} & names.keys()) == 4
 
 
 def test_tau_by_length_shows_the_kept_runs():
     lines = [run.line for run in read_runs(ROOT / "results/mini/runs.jsonl")]
     text = read_sections(ROOT / "results/mini/tables.md")["tau_by_length"]
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    at_1x = {row[1]: row[4] for row in table if row[0] == "256"}
+    at_1x = {row[1]: row[4] for row in rows_of(text) if row[0] == "256"}
     assert [*at_1x] == ["0.0391", "0.156", "0.625", "2.5", "10", "40", "learned"]
     for tau, options in {"10": {}, "0.625": {"tau": 0.625}, "40": {"tau": 40.0}}.items():
         found = [line["val_loss"]["256"] for line in lines

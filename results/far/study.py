@@ -14,6 +14,8 @@ from configs.runs import Run
 from configs.sweeps import SI, Scale, forms
 from measure.far_gain import CLASSES
 from results.far.heads import far_heads
+from results.paired import PairedTests, at
+from results.reach import draw_reach, reach_tables
 from results.taught.study import (
     ALIBI,
     FAST,
@@ -28,10 +30,8 @@ from results.taught.study import (
     rotation_runs,
     rotation_tests,
 )
-from scripts.reproduce.comparisons import PairedTests
 from scripts.reproduce.drawing import Line, Panel, draw_panels
-from scripts.reproduce.reach import draw_reach, reach_tables
-from scripts.reproduce.study import BySeed, Study, at, samples
+from scripts.reproduce.study import BySeed, Study, samples
 from scripts.reproduce.tables import make_table
 from scripts.shared.looks import series_name
 from scripts.shared.runs import StoredRun, copy_gains, final_losses, measured

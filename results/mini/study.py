@@ -7,11 +7,13 @@ import collections
 import math
 import re
 
+from configs.config import Config
 from configs.presets import preset
 from configs.runs import Run
 from configs.sweeps import SI, Scale, forms, tau_option, with_needle
+from model.methods.options import method_options
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
-from scripts.reproduce.figures import OPEN_CIRCLE, tau_of
+from scripts.reproduce.figures import OPEN_CIRCLE
 from scripts.reproduce.needles import table_needle
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import table_losses
@@ -90,8 +92,13 @@ SWEEPS = dict(
 # Validation length / training length, with keyword arguments of matplotlib's plot:
 COLOURS = {1: "#E69F00", 4: "#56B4E9", 16: "#009E73", 64: "#0072B2"}
 RATIOS = {ratio: dict(color=colour, marker="o", label=f"at {ratio}x") for ratio, colour in COLOURS.items()}
-CIRCLES = {ratio: OPEN_CIRCLE | dict(color=colour, label="_", zorder=3) for ratio, colour in COLOURS.items()}
+CIRCLES = {ratio: OPEN_CIRCLE | dict(color=colour, zorder=3) for ratio, colour in COLOURS.items()}
 LEARNED = math.inf  # stands for tau in runs where every head learns its tau
+
+
+def tau_of(config: Config) -> float:
+    """Return the lengthscale of a run in tokens."""
+    return float(config.method_options.get("tau", method_options(config.method)["tau"].default))
 
 
 def tau_by_length(study: Study) -> str:

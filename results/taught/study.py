@@ -6,9 +6,9 @@ from configs.presets import preset
 from configs.runs import Run
 from configs.sweeps import SI, Scale, forms
 from measure.flops import training_flops_per_token
-from scripts.reproduce.comparisons import PairedTests
-from scripts.reproduce.reach import draw_reach, reach_tables
-from scripts.reproduce.study import BySeed, Study, at
+from results.paired import PairedTests, at
+from results.reach import draw_reach, reach_tables
+from scripts.reproduce.study import BySeed, Study
 from scripts.shared.looks import plot_styles, series_label, series_name
 from scripts.shared.runs import copy_gains, final_losses
 from scripts.shared.tables import markdown_table

@@ -4,20 +4,19 @@ python -m scripts.bench attention                                        attenti
 python -m scripts.bench step PRESET [VARIANT ...] [--field value ...]    whole training steps
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from errors import exit_on_user_error, require
 from scripts.bench import attention, step
+from scripts.shared.arguments import Parser
 
 
 def main(argv: list[str] | None = None):
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__, formatter_class=layout)
+    parser = Parser("python -m scripts.bench", __doc__)
     commands = parser.add_subparsers(metavar="attention | step", required=True)
-    for name, module in (("attention", attention), ("step", step)):
-        command = commands.add_parser(name, description=module.__doc__, formatter_class=layout, allow_abbrev=False)
+    for name, module in {"attention": attention, "step": step}.items():
+        command = commands.add_parser(name, about=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
         command.add_argument("--rounds", type=int, default=7, help="rounds of measurement (default: 7)")

@@ -35,6 +35,7 @@ from model.methods.base import Method, ScoreChange, Shape
 from model.methods.make import make_method
 from runtime.processes import start_processes
 from scripts.bench import protocol
+from scripts.shared.arguments import Parser
 
 
 class Paper(ScoreChange):
@@ -56,7 +57,7 @@ class FlexAsWritten(Flex):
     """FlexAttention that evaluates the formula at each logit and reads no table."""
 
     def prepare(self, plan, score_change):
-        return super().prepare(plan, None) | dict(score_mod=make_score_mod(score_change, plan))
+        return super().prepare(plan, None) | {"score_mod": make_score_mod(score_change, plan)}
 
 
 class OneKernel(SDPA):
@@ -76,57 +77,64 @@ class OneKernel(SDPA):
             return super().run(*arguments, **more)
 
 
-KERNELS = dict(cudnn=OneKernel(SDPBackend.CUDNN_ATTENTION), flash2=OneKernel(SDPBackend.FLASH_ATTENTION))
-FORMULAS = dict(plain="nope", si="scale_invariant_nope", alibi="alibi")
-WRITTEN = dict(paper=Paper, softcap=SoftCap)  # for FlexAsWritten
-TILE_OPTIONS = dict(
-    fwd="BLOCK_M BLOCK_N num_warps num_stages",
-    bwd="BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 num_warps num_stages",
-)
+KERNELS = {"cudnn": OneKernel(SDPBackend.CUDNN_ATTENTION), "flash2": OneKernel(SDPBackend.FLASH_ATTENTION)}
+FORMULAS = {"plain": "nope", "si": "scale_invariant_nope", "alibi": "alibi"}
+WRITTEN = {"paper": Paper, "softcap": SoftCap}  # for FlexAsWritten
+TILE_OPTIONS = {
+    "fwd": "BLOCK_M BLOCK_N num_warps num_stages",
+    "bwd": "BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 num_warps num_stages",
+}
 TILES = (  # that --tiles tries: they compile for Hopper, and fit its shared memory in bfloat16 with head dimension 128
     "fwd-128-128-8-2 fwd-128-64-4-2 fwd-128-64-8-3 bwd-64-64-64-64-4-2 bwd-64-64-64-64-4-3 bwd-64-64-64-64-8-3 "
     "bwd-32-128-128-32-8-2 bwd-64-128-128-64-8-1 bwd-64-128-128-64-8-3"
 ).split()
 CUDA = "sdpa:plain flex:plain flex:si flex:alibi flex_flash:plain flex_flash:si".split()
 CPU = ["sdpa:plain", "cpu:plain", "cpu:si", "cpu:alibi", "blocks:plain", "blocks:si"]
-DEFAULTS = dict(
-    cuda=dict(lengths=[4096, 16384, 65536], dtype="bfloat16", variants=CUDA),
-    cpu=dict(lengths=[512, 1024, 4096], dtype="float32", variants=CPU),
-)
-TOKENS = dict(cuda=65536, cpu=4096)  # batch * length of a pass; the batch is at least 1
+DEFAULTS = {
+    "cuda": {"lengths": [4096, 16384, 65536], "dtype": "bfloat16", "variants": CUDA},
+    "cpu": {"lengths": [512, 1024, 4096], "dtype": "float32", "variants": CPU},
+}
+TOKENS = {"cuda": 65536, "cpu": 4096}  # batch * length of a pass; the batch is at least 1
 Variant = tuple[Backend, Method]  # a backend and the method that it computes
 
 
-def add_arguments(parser: argparse.ArgumentParser):
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--lengths", type=int, nargs="+", help="default: 4096 16384 65536; on a CPU 512 1024 4096")
-    parser.add_argument("--head-dim", type=int, default=128, help="default: 128")
-    parser.add_argument("--heads", type=int, default=6, help="default: 6")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16; CPU float32")
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="default: a list that suits this device")
-    parser.add_argument("--tiles", action="store_true", help="time each flex variant with other tiles, too")
+def add_arguments(parser: Parser):
+    add = parser.add_argument
+    parser.add_device()
+    add("--lengths", type=int, nargs="+", help="default: 4096 16384 65536; on a CPU 512 1024 4096")
+    add("--head-dim", type=int, default=128, help="default: 128")
+    add("--heads", type=int, default=6, help="default: 6")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16; CPU float32")
+    add("--variants", nargs="+", metavar="NAME", help="default: a list that suits this device")
+    add("--tiles", action="store_true", help="time each flex variant with other tiles, too")
 
 
 def run(args: argparse.Namespace) -> int:
     """Return the exit code: 1 if a variant fails the gate. Raise ValueError for a user's mistake."""
+    # 1. The variants.
     device = start_processes(args.device).device
     for name, value in DEFAULTS[device.type].items():
         setattr(args, name, getattr(args, name) or value)
     positive = min(*args.lengths, args.head_dim, args.heads) >= 1
     require(positive, "--lengths, --head-dim or --heads is below 1. Use at least 1.")
-    if args.tiles:
-        flex_names = [name for name in args.variants if name.startswith("flex:")]
-        args.variants = args.variants + [f"{name}:{tiles}" for name in flex_names for tiles in TILES]
+    names = list(args.variants)
+    for name in args.variants if args.tiles else ():
+        if name.startswith("flex:"):
+            names += [f"{name}:{tiles}" for tiles in TILES]
     dtype = getattr(torch, args.dtype)
-    variants = {name: make_variant(name, args.heads, args.head_dim, device) for name in args.variants}
+    variants = {name: make_variant(name, args.heads, args.head_dim, device) for name in names}
+
+    # 2. The gate.
     kernel = chosen_kernel(device, dtype, args.head_dim, args.lengths[0])
     report = protocol.Report(args.out, "attention", device)
     report.add(f"{args.dtype}, {args.heads} heads of {args.head_dim}; sdpa runs {kernel}.")
     gate = {name: check_variant(variant, device, dtype) for name, variant in variants.items()}
     passed = {name: variant for name, variant in variants.items() if gate[name].startswith("passed")}
-    report.record |= dict(gate=gate, times=[])
+    report.record |= {"gate": gate, "times": []}
     report.add("## Gate\n\nOutput and gradients are compared with float64.", problems=gate)
-    _, method = next(iter(variants.values()))  # any method, because all have the same shapes
+
+    # 3. The times.
+    method = variants[names[0]][1]  # any method, because all have the same shapes
     for length in args.lengths:
         inputs, dout = random_inputs(method, length, device, dtype, batch=max(1, TOKENS[device.type] // length))
         time_length(report, passed, [*inputs.values(), dout], args.rounds)
@@ -175,30 +183,36 @@ def check_variant(variant: Variant, device: torch.device, dtype: torch.dtype) ->
 
 def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
     """Return warmed-up functions to time: "forward", and "both" (forward and backward pass) if there are both."""
-    (backend, method), (*qkv, dout) = variant, inputs
+    backend, method = variant
+    *qkv, dout = inputs
     length = dout.shape[2]
     plan = plan_layer(method, backend, length, length, device=dout.device, dtype=dout.dtype)
     backward = has_backward(backend, dout.device)
     qkv = [x.detach().requires_grad_(backward) for x in qkv]
-    forward = functools.partial(attend, method, *qkv, plan=plan)
-    passes = dict(forward=forward)  # also stores the tensors for the backward pass
+    forward = last = functools.partial(attend, method, *qkv, plan=plan)
+    passes = {"forward": forward}  # also stores the tensors for the backward pass
     if backward:
-        passes["both"] = lambda: torch.autograd.grad(forward(), qkv, dout)
-    for _ in range(2):
-        passes["both" if backward else "forward"]()
+        last = passes["both"] = lambda: torch.autograd.grad(forward(), qkv, dout)
+    last()
+    last()
     return passes
 
 
 def time_length(report: protocol.Report, variants: dict[str, Variant], inputs: list[Tensor], rounds: int):
     """Time both passes of each variant on these inputs, and report them."""
+    # 1. Compile the variants for this length.
     batch, heads, length, head_dim = inputs[0].shape
     torch._dynamo.reset()  # drops the code for other lengths
     makers = {name: functools.partial(make_passes, variant, inputs) for name, variant in variants.items()}
     passes, problems = protocol.build_variants(makers)
     report.add(f"## Length {length}, batch {batch}", problems=problems)
-    for kind, forward_passes in dict(forward=1.0, both=3.5).items():
-        timers = {name: functools.partial(protocol.time_calls, calls[kind], device=inputs[0].device)
-                  for name, calls in passes.items() if kind in calls}  # fmt: skip
+
+    # 2. Time each pass in turns.
+    for kind, forward_passes in {"forward": 1.0, "both": 3.5}.items():
+        timers = {}
+        for name, calls in passes.items():
+            if kind in calls:
+                timers[name] = functools.partial(protocol.time_calls, calls[kind], device=inputs[0].device)
         if not timers:
             continue
         times = protocol.measure(timers, rounds)
@@ -207,5 +221,5 @@ def time_length(report: protocol.Report, variants: dict[str, Variant], inputs: l
         for name, seconds in times.items():
             median, ratio = statistics.median(seconds), protocol.ratio_cell(seconds, next(iter(times.values())))
             rows.append([name, f"{median * 1e3:.3f}", f"{flops / median / 1e12:.3g}", ratio])
-        report.record["times"].append(dict(length=length, batch=batch, kind=kind, seconds=times))
+        report.record["times"].append({"length": length, "batch": batch, "kind": kind, "seconds": times})
         report.add(f"### {kind.capitalize()}", rows)

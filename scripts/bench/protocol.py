@@ -87,7 +87,7 @@ class Report:
         self.path = folder and folder / (re.sub(r"\W+", "_", short_device.lower()) + f"_{name}")
         command = shlex.join(["python", "-m", "scripts.bench", *sys.argv[1:]])
         commit = git_commit(Path(__file__).parent) or "unknown"
-        self.text, self.record = "", dict(command=command, commit=commit, machine=describe_machine(device))
+        self.text, self.record = "", {"command": command, "commit": commit, "machine": describe_machine(device)}
         self.add(f"    {command}\n\nCommit {commit}. {self.record['machine']}. docs/kernels.md explains the tables.")
 
     def add(

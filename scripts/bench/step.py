@@ -22,13 +22,14 @@ from runtime.device import peak_flops
 from runtime.processes import start_processes
 from scripts.bench import protocol
 from scripts.bench.trainers import Trainer
+from scripts.shared.arguments import Parser
 
 DEFAULT_VARIANTS = ["p_rope", "scale_invariant_p_rope", "logn_p_rope", "alibi"]
 GRADIENT_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # relative error of a parameter's gradient (Frobenius)
 LOSS_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # nats
 
 
-def add_arguments(parser: argparse.ArgumentParser):
+def add_arguments(parser: Parser):
     parser.add_argument("preset", help="one of configs/presets.py; fields of train_gpt.py may follow as options")
     parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"default: {' '.join(DEFAULT_VARIANTS)}")
     parser.add_argument("--steps", type=int, default=10, help="steps of the gate (default: 10)")
@@ -80,8 +81,8 @@ def gate(trainers: dict[str, Trainer], steps: int) -> dict[str, str]:
         gradient_error = torch.stack(errors).max().item()
         loss_error = (losses - first[2]).abs().max().item()
         dtypes = {trainer.dtype, trainers[first[0]].dtype}
-        limits = max(GRADIENT_LIMITS[dtype] for dtype in dtypes), max(LOSS_LIMITS[dtype] for dtype in dtypes)
-        if not (gradient_error <= limits[0] and loss_error <= limits[1]):  # NaN fails
+        most, most_loss = (max(map(limits.get, dtypes)) for limits in (GRADIENT_LIMITS, LOSS_LIMITS))
+        if not (gradient_error <= most and loss_error <= most_loss):  # NaN fails
             errors = f"its gradients by {gradient_error:.1e}, its losses by {loss_error:.1e}"
             problems[name] = f"refused: it differs from {first[0]}, {errors}"
     return problems

@@ -24,6 +24,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, device: torch.device):
+        # 1. The model and its optimizers.
         allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         self.config, self.world, self.dtype = config, World(0, 1, device), compute_dtype(config, device)
         torch.manual_seed(config.seed)
@@ -36,15 +37,16 @@ class Trainer:
         self.backends = ", ".join(dict.fromkeys(layer.backend.name for layer in self.plan.layers))
         self.compiled = compile_model(self.model, config, self.world)
         self.optimizers = build_optimizers(config, self.model, self.world)
-        sequences = config.batch_tokens // config.train_length
+
+        # 2. A batch of random tokens.
         size = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, world_size=1)
         generator = torch.Generator().manual_seed(0)
-        shape = sequences, config.train_length + 1
+        shape = config.batch_tokens // config.train_length, config.train_length + 1
         tokens = torch.randint(config.vocab_size, shape, generator=generator).to(device)
-        self.micro_batches = []
-        for part in tokens.split(size):
-            inputs, targets = part[:, :-1], part[:, 1:]
-            self.micro_batches.append((inputs.contiguous(), targets.contiguous()))
+        parts = tokens[:, :-1], tokens[:, 1:]  # inputs, targets
+        self.micro_batches = [*zip(*(part.contiguous().split(size) for part in parts))]
+
+        # 3. Warm up, and measure the memory.
         for _ in range(WARM_UP_STEPS):
             self.step()
         self.peak_bytes = None  # peak memory of a step, without the memory of other variants (CUDA)

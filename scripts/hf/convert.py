@@ -105,6 +105,7 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    # 1. The model, and its rotary base.
     config = model.config
     llama = config.model_type in ("llama", "method_llama")  # the second is an exported model (modeling_method_llama.py)
     require(llama, f"a {config.model_type} model cannot be converted. Use a Llama model.")
@@ -117,16 +118,20 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
         problem = f"the model has rope type {rope['rope_type']}, so its base alone does not give its frequencies"
         require(rope["rope_type"] == "default", f"{problem}. Pass base={rope['rope_theta']:g}.")
         options["base"] = rope["rope_theta"]
+
+    # 2. The method of each layer.
     shape = Shape(config.num_attention_heads, config.head_dim, train_length)
     methods = make_layers(method, shape, config.num_hidden_layers, options)
     for layer_method in methods:
         gate = layer_method.output_gate
         needs_input = layer_method.needs_input or (gate is not None and gate.uses_input)
         require(not needs_input, f"{method} needs the layer's input, which transformers withholds. Use another method.")
+
+    # 3. Our hooks, and the record in the configuration.
     AttentionInterface.register(ATTENTION, attend_with_method)
     AttentionMaskInterface.register(ATTENTION, find_position)
     ROPE_INIT_FUNCTIONS[ROPE_TYPE] = unrotated
-    setattr(config, RECORD, dict(name=method, train_length=train_length, options=options, rope_parameters=rope))
+    setattr(config, RECORD, {"name": method, "train_length": train_length, "options": options, "rope_parameters": rope})
     config.rope_parameters = rope | {"rope_type": ROPE_TYPE}
     shared = model.attention_shared = Shared()
     for layer, layer_method in zip(attention_layers(model), methods, strict=True):

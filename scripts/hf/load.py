@@ -59,14 +59,22 @@ def load_model(
     """
     from safetensors.torch import load_file
 
+    # 1. The original model.
     device, config = torch.device(device), read_config(name)
     record = config.__dict__.pop(RECORD, None)
     model_class = getattr(import_transformers(), FAMILIES[config.model_type])
     model_class._keys_to_ignore_on_load_unexpected = [METHOD.replace(".", r"\.")]
     model, info = model_class.from_pretrained(
-        str(name), config=config, dtype=dtype, device_map=None if device.type == "cpu" else {"": device},
-        use_safetensors=True, attn_implementation="eager", output_loading_info=True,
-    )  # fmt: skip
+        str(name),
+        config=config,
+        dtype=dtype,
+        device_map=None if device.type == "cpu" else {"": device},
+        use_safetensors=True,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
+
+    # 2. The method of a converted model, and its parameters.
     missing = {*info["missing_keys"]}
     if record:
         convert(model, record["name"], train_length=record["train_length"], **record["options"])
@@ -90,10 +98,9 @@ def save_model(model: nn.Module, folder: str | Path):
     model.save_pretrained(folder)
     config.rope_parameters = hook
     names = {"AutoConfig": "MethodLlamaConfig", "AutoModelForCausalLM": "MethodLlamaForCausalLM"}
-    fields = json.loads(path.read_text()) | dict(
-        model_type="method_llama", architectures=[names["AutoModelForCausalLM"]],
-        auto_map={auto: f"{CODE}.{name}" for auto, name in names.items()},
-    )  # fmt: skip
+    fields = json.loads(path.read_text())
+    fields |= {"model_type": "method_llama", "architectures": [names["AutoModelForCausalLM"]]}
+    fields["auto_map"] = {auto: f"{CODE}.{name}" for auto, name in names.items()}
     path.write_text(json.dumps(fields, indent=2) + "\n")
     for name, text in export_modules(f"scripts.hf.{CODE}").items():
         (Path(folder) / name).write_text(text)

@@ -26,6 +26,8 @@ def layer_scores(
         projections = [projection(inputs["hidden_states"]) for projection in (layer.q_proj, layer.k_proj)]
         q, k = (x.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for x in projections)  # (B, H, T, D)
         found.append((layer.layer_idx, False, pair_scores(q, k, pairs, layer.scaling)))
+
+        # Rotate with the code of the model, or with our method.
         method = getattr(layer, "method", None)
         if method is None:
             apply_rotary_pos_emb = sys.modules[type(layer).__module__].apply_rotary_pos_emb

@@ -61,7 +61,7 @@ class AdamW(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(self, params, lr: float = 2e-5, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self):
@@ -75,6 +75,8 @@ class AdamW(torch.optim.Optimizer):
                     state["step"] = torch.zeros((), device=p.device)
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
                 state["step"] += 1
+
+                # AdamW in float32, a part of the parameter at a time.
                 tensors = p, state["exp_avg"], state["exp_avg_sq"], p.grad.contiguous()
                 part = 2**16 if p.device.type == "cpu" else 2**26
                 for weights, first, second, gradient in zip(*(x.view(-1).split(part) for x in tensors)):

@@ -27,9 +27,10 @@ from files import replace_text, to_json
 from model.methods.names import canonical_name
 from runtime.processes import start_processes
 from scripts.evaluate import evaluate
-from scripts.keep import make_line
+from scripts.keep import make_line, write_lines
 from scripts.record import tracks
 from scripts.reproduce.drawing import Line, Panel, draw_panels
+from scripts.shared.arguments import Parser
 from scripts.shared.looks import plot_styles, series_name
 from scripts.shared.runs import StoredRun, read_run, read_runs
 from scripts.shared.tables import markdown_table
@@ -45,20 +46,22 @@ MARK = "<!-- The board. `python -m scripts.record table` writes all lines below.
 @exit_on_user_error()
 def main(argv: list[str] | None = None):
     argv = sys.argv[1:] if argv is None else argv
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m scripts.record", description=__doc__, formatter_class=raw)
-    parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("target", nargs="?", type=Path, default=Path(), help="TRACK or FOLDER")
-    parser.add_argument("--file", type=Path, help="Python file with one subclass of Mechanism, named as the mechanism")
-    parser.add_argument("--seeds", nargs="+", type=int, default=tracks.SEEDS)
-    parser.add_argument("--jobs", type=int, help="runs at a time (default: one a GPU; without GPUs, one a core)")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of the run folders (default: runs)")
-    parser.add_argument("--rerun", type=int, metavar="SEED")
-    parser.add_argument("--text", type=Path, metavar="DATA", help="data folder, made with the tokenizer of the track")
     if argv[:1] == ["train"]:  # FILE NAME PRESET [--field value ...]: one run, started by train_seeds
         tracks.register(Path(argv[1]), argv[2])
         sys.argv = ["train_gpt.py", *argv[3:]]
         return runpy.run_path(str(ROOT / "train_gpt.py"), run_name="__main__")
+
+    # The other commands.
+    parser = Parser("python -m scripts.record", __doc__)
+    add = parser.add_argument
+    add("command", choices=COMMANDS)
+    add("target", nargs="?", type=Path, default=Path(), help="TRACK or FOLDER")
+    add("--file", type=Path, help="Python file with one subclass of Mechanism, named as the mechanism")
+    add("--seeds", nargs="+", type=int, default=tracks.SEEDS)
+    add("--jobs", type=int, help="runs at a time (default: one a GPU; without GPUs, one a core)")
+    add("--runs-dir", type=Path, default=Path("runs"), help="folder of the run folders (default: runs)")
+    add("--rerun", type=int, metavar="SEED")
+    add("--text", type=Path, metavar="DATA", help="data folder, made with the tokenizer of the track")
     args, fields = parser.parse_known_args(argv)
     args.fields = read_fields(fields, fields=(*tracks.CHOSEN, *MACHINE))
     track = (args.target if args.command == "run" else args.target.parent).name
@@ -77,24 +80,25 @@ def train_seeds(args: argparse.Namespace, track: str, seeds: list[int], mechanis
     if args.file:
         mechanism, text = mechanism or args.file.stem, args.file.read_text()
         runs_dir /= f"{mechanism}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"  # a changed file is another method
-        runs_dir.mkdir(parents=True, exist_ok=True)
-        replace_text(runs_dir / "method.py", text)
-        tracks.register(runs_dir / "method.py", mechanism)
-        program = ["-m", "scripts.record", "train", str(runs_dir / "method.py"), mechanism]
+        file = runs_dir / "method.py"
+        program = ["-m", "scripts.record", "train", str(file), mechanism]
     runs_dir.mkdir(parents=True, exist_ok=True)
+    if args.file:
+        replace_text(file, text)
+        tracks.register(file, mechanism)
 
     # 2. The runs, and a check of their costs and data.
     method = canonical_name(args.fields.get("method") or mechanism)
-    preset, changes = tracks.TRACKS[track].preset, tracks.TRACKS[track].changes | args.fields | {"method": method}
-    runs = [Run(preset, changes | {"seed": seed}) for seed in seeds]
+    settings = tracks.TRACKS[track]
+    changes = settings.changes | args.fields | {"method": method}
+    runs = [Run(settings.preset, changes | {"seed": seed}) for seed in seeds]
     config = runs[0].config
     print(f"{method}: {tracks.measure_method(config)}; limits over RoPE's: {tracks.LIMITS}")
     open_split(config.data_dir, "train", config.vocab_size)  # raises UserError without data
 
     # 3. Training.
     options = argparse.Namespace(runs_dir=runs_dir, sweep=f"record-{track}", slurm=None)
-    missing = [run for run, state, _ in find_states(runs, options) if state in STARTING]
-    train(missing, args.jobs, program=program)
+    train([run for run, state, _ in find_states(runs, options) if state in STARTING], args.jobs, program=program)
     plan = find_states(runs, options)
     print_plan(plan)
     require(all(state == "finished" for _, state, _ in plan), "Some runs are not finished. Repeat the command.")
@@ -122,8 +126,7 @@ def make(args: argparse.Namespace, track: str):
     stored_runs = train_seeds(args, track, tracks.SEEDS)
     if args.file:
         replace_text(folder / "method.py", args.file.read_text())
-    lines = [to_json(make_line(stored), ensure_ascii=False) for stored in stored_runs]
-    replace_text(folder / "runs.jsonl", "".join(f"{line}\n" for line in lines))
+    write_lines(folder / "runs.jsonl", map(make_line, stored_runs))
     replace_text(file, to_json({"mechanism": args.file and args.file.stem}))
     record = tracks.read_entry(folder)
     print(record_table(tracks.standing(track, [record])))  # adds p to the record
@@ -152,14 +155,14 @@ def check(args: argparse.Namespace, track: str):
 
 def score_text(args: argparse.Namespace, track: str, entry: dict):
     """Print the scores on another text of the run folders that have the scores of the entry."""
-    for found in read_runs(args.runs_dir):
-        if not found.config or not found.summary or tracks.differences(tracks.TRACKS[track], found):
+    for stored in read_runs(args.runs_dir):
+        config = stored.config
+        if not config or not stored.summary or tracks.differences(tracks.TRACKS[track], stored):
             continue
-        if score_of(found) == entry["scores"].get(str(found.config.seed)):
-            T = found.config.train_length
-            world = start_processes("auto")
-            result = evaluate(found.path, world, lengths=[T, 16 * T], gaps=[4 * T], data=args.text)
-            print(f"{found.path} on {args.text}: {tracks.read_score(result, T)}")
+        if score_of(stored) == entry["scores"].get(str(config.seed)):
+            T, world = config.train_length, start_processes("auto")
+            result = evaluate(stored.path, world, lengths=[T, 16 * T], gaps=[4 * T], data=args.text)
+            print(f"{stored.path} on {args.text}: {tracks.read_score(result, T)}")
 
 
 def train_again(args: argparse.Namespace, track: str, entry: dict):
@@ -171,29 +174,30 @@ def train_again(args: argparse.Namespace, track: str, entry: dict):
     print("rerun minus entry: " + ", ".join(f"{key} {new[key] - kept[key]:+.5f}" for key in kept))
     spread = statistics.stdev(score["score"] for score in entry["scores"].values())
     for key, most in {"loss_1x": tracks.GATE, "score": spread}.items():
-        same = abs(new[key] - kept[key]) <= most
-        problem = f"{args.target}: seed {args.rerun} has {key} {kept[key]:.4f}, not {new[key]:.4f}"
-        require(same, f"{problem}. Report runs that others can repeat.")
+        require(
+            abs(new[key] - kept[key]) <= most,
+            f"{args.target}: seed {args.rerun} has {key} {kept[key]:.4f}, not {new[key]:.4f}. "
+            "Report runs that others can repeat.",
+        )
 
 
 def table(args: argparse.Namespace, track: str):
     """Write tables and figure below the rules in results/records/README.md."""
     page = tracks.RESULTS / "records/README.md"
-    parts, panels = ["![Score by date](board.png)"], []
+    text, panels = f"{page.read_text().partition(MARK)[0]}{MARK}\n![Score by date](board.png)\n", []
     for name in tracks.TRACKS:
         records = tracks.standing(name)
         shown = [record for record in records if record["wins"] or record["passes"] and not record["date"]]
         others = [record for record in records if record not in shown]
-        parts += [f"### Track {name}", record_table(shown) if shown else "Open: no runs yet."]
+        text += f"\n### Track {name}\n\n{record_table(shown) if shown else 'Open: no runs yet.'}\n"
         if others:
-            parts += ["Negative results and disproofs:", record_table(others)]
+            text += f"\nNegative results and disproofs:\n\n{record_table(others)}\n"
         if shown:
-            looks = plot_styles([record["name"] for record in shown])
+            looks = plot_styles(record["name"] for record in shown)
             lines = [Line(looks[r["name"]], [r["date"] or "baselines"], [r["score"]]) for r in shown]
             panels.append(Panel(f"track {name}", lines))
     draw_panels(page.with_name("board"), [panels], x="", y="score, nats a token", height=3.4)
-    rules = page.read_text().partition(MARK)[0]
-    replace_text(page, rules + MARK + "\n" + "\n\n".join(parts) + "\n")
+    replace_text(page, text)
 
 
 def record_table(records: list[dict]) -> str:

@@ -50,19 +50,15 @@ def register(file: Path, name: str):
     """Add the mechanism in a Python file to MECHANISMS. Raise ValueError for a name in use, or not one mechanism."""
     module_name = f"mechanism_{name}"
     in_use = name in METHODS or name in MECHANISMS and MECHANISMS[name].__module__ != module_name
-    if in_use or not name.isidentifier():
-        raise UserError(f"{name!r} is in use, or is not a name. Give the file another name.")
+    free = name.isidentifier() and not in_use
+    require(free, f"{name!r} is in use, or is not a name. Give the file another name.")
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # torch.compile imports it by its name
     spec.loader.exec_module(module)
 
-    found = []
-    for value in vars(module).values():
-        own = getattr(value, "__module__", "") == module_name
-        if own and isinstance(value, type) and issubclass(value, (*KINDS.values(),)):
-            found.append(value)
-    if len(found) != 1:
-        raise UserError(f"{file} has {len(found)} subclasses of a kind of model/methods/base.py. Define one.")
+    own = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module_name]
+    found = [x for x in own if issubclass(x, (*KINDS.values(),))]
+    require(len(found) == 1, f"{file} has {len(found)} subclasses of a kind of model/methods/base.py. Define one.")
     MECHANISMS[name] = adapt(found[0])
 
 
@@ -110,7 +106,7 @@ def read_score(summary: dict, train_length: int, method: str | None = None) -> d
     first, second = summary.get("copy_loss_as", {}).get(method, summary["copy_loss"])["random"][gap]
     if method and "copy_loss_as" not in summary:  # an old line: the trained method's loss replaces the first copy's
         second = first - summary["copy_gain_as"][method]["random"][gap]
-    return dict(loss_1x=losses[train_length], loss_16x=losses[far], copy_4x=second, score=losses[far] + second)
+    return {"loss_1x": losses[train_length], "loss_16x": losses[far], "copy_4x": second, "score": losses[far] + second}
 
 
 @torch.no_grad()
@@ -143,10 +139,7 @@ def measure_method(config: Config) -> dict:
         changed = row ^ (torch.arange(2 * T) == place).long()
         losses = model(changed, row.roll(-1, dims=1), per_token=True)
         causal &= torch.allclose(losses[:, :place], alone[:, :place], atol=1e-3)
-    if not causal:
-        raise UserError(
-            f"{config.method} sees later tokens or other sequences. Use only earlier tokens of the sequence."
-        )
+    require(causal, f"{config.method} sees later tokens or other sequences. Use only earlier tokens of the sequence.")
     knows_n = not torch.allclose(alone, short, atol=1e-3)
     return {"parameters": round(parameters / of_rope, 4), "flops": round(flops, 4), "knows_n": knows_n}
 
@@ -176,8 +169,7 @@ def make_record(method: str | None, text: str, runs: dict[int, StoredRun]) -> di
     record = {"name": series_label(config), "date": "", "text": text, "scores": scores}
     record |= {field: getattr(config, field) for field in CHOSEN}
     record |= measure_method(config)
-    for key in scores["0"]:
-        record[key] = statistics.fmean(score[key] for score in scores.values())
+    record |= {key: statistics.fmean(score[key] for score in scores.values()) for key in scores["0"]}
     record["seconds"] = round(statistics.fmean(runs[seed].summary["seconds"] for seed in SEEDS))
     return record
 
@@ -220,9 +212,7 @@ def describe_choice(stored: StoredRun) -> str:
     wrong = []
     if not line["steps"] == last["step"] == steps or line["tokens"] != steps * stored.config.batch_tokens:
         wrong.append(f"steps {line['steps']} and {last['step']}")
-    for length, loss in last["val_loss"].items():
-        if loss != line["val_loss"].get(length):
-            wrong.append(f"val_loss {length}")
+    wrong += [f"val_loss {n}" for n, loss in last["val_loss"].items() if loss != line["val_loss"].get(n)]
     gains = line["copy_gain"]["random"] | last["copy_gain"]["random"]
     for gap, (first, second) in line["copy_loss"]["random"].items():
         if not math.isclose(first - second, gains[gap], abs_tol=1e-9):
@@ -254,23 +244,21 @@ def judge(by_name: dict[str, dict]) -> list[dict]:
     """
     records = sorted(by_name.values(), key=lambda record: (record["date"], record["score"]))
     rope = [record for record in records if record["method"] == "rope" and not record["method_options"]]
-    if records and not rope:
-        text = records[0]["text"]
-        raise UserError(f"RoPE has no five runs on the text {text}. Train them: record run TRACK --method rope")
+    text = records[0]["text"] if records else ""
+    require(
+        rope or not records, f"RoPE has no five runs on the text {text}. Train them: record run TRACK --method rope"
+    )
 
     winners = []
     for record in records:
         cheap = all(record[cost] <= most for cost, most in LIMITS.items())
-        record["passes"] = cheap and record["loss_1x"] <= rope[0]["loss_1x"] + GATE
         rivals = [other for other in winners if record["knows_n"] or not other["knows_n"]]
-        if rivals:
-            rival = min(rivals, key=lambda other: other["score"])
-            record["against"], record["p"] = rival["name"], paired_p(record["scores"], rival["scores"])
-        else:
-            record["against"] = record["p"] = None
-        record["wins"] = record["passes"] and (not rivals or record["p"] < SIGNIFICANT)
-        if record["wins"]:
-            winners.append(record)
+        rival = min(rivals, key=lambda other: other["score"], default=None)
+        record["passes"] = cheap and record["loss_1x"] <= rope[0]["loss_1x"] + GATE
+        record["against"] = rival and rival["name"]
+        record["p"] = rival and paired_p(record["scores"], rival["scores"])
+        record["wins"] = record["passes"] and (not rival or record["p"] < SIGNIFICANT)
+        winners += [record] * record["wins"]
     return records
 
 

@@ -10,7 +10,6 @@ from the folders in runs/ and from OUT/runs.jsonl (scripts.keep). --runs-dir rea
 code: 0 if no run is missing, 1 otherwise, 2 for wrong usage.
 """
 
-import argparse
 import collections
 import datetime
 import platform
@@ -31,7 +30,7 @@ from runtime.processes import start_processes
 from runtime.run_folder import git_commit
 from scripts.reproduce import figures, logits, needles, tables
 from scripts.reproduce.study import Study
-from scripts.shared.arguments import add_run_options, field_changes, key_values
+from scripts.shared.arguments import Parser, add_run_options, field_changes, key_values
 from scripts.shared.runs import read_runs
 from scripts.shared.sweeps import home_of, with_studies
 
@@ -53,69 +52,86 @@ def all_items() -> dict[str, Callable[[Study], str]]:
     return with_studies(PAPER_ITEMS, "ITEMS")
 
 
+@exit_on_user_error()
 def main(argv: list[str] | None = None):
+    # 1. The arguments.
     argv = sys.argv[1:] if argv is None else argv
     items = all_items()
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.reproduce", description=f"{__doc__}\nItems: all, {', '.join(items)}.",
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+    parser = Parser("python -m scripts.reproduce", f"{__doc__}\nItems: all, {', '.join(items)}.")
     parser.add_argument("item", metavar="ITEM", choices=["all", *items])
-    parser.add_argument(
-        "--out", type=Path, help="folder of the page and the figures (default: of the study, or results/SCALE)"
-    )
+    out_help = "folder of the page and the figures (default: of the study, or results/SCALE)"
+    parser.add_argument("--out", type=Path, help=out_help)
     add_run_options(parser, runs_dir=None)
     args, fields = parser.parse_known_args(argv)
+    scale, study_name = home_of(args.item)
+    args.scale = args.scale or scale or "paper"
+    args.out = args.out or Path("results") / (study_name if scale == args.scale else args.scale)
+    changes = field_changes(SCALES[args.scale].base, fields)
+    needle = key_values("--needle", args.needle)
+
+    # 2. The runs.
+    sources, runs_dir = [Path("runs"), args.out / "runs.jsonl"], Path("runs")
+    if args.runs_dir:
+        sources = [args.runs_dir]
+        runs_dir = runs_dir if args.runs_dir.suffix == ".jsonl" else args.runs_dir
+    stored_runs = [stored for source in sources for stored in read_runs(source)]
+    device = start_processes(changes.get("device", "auto")).device
+
+    # 3. The items.
+    outcomes, chosen = [], [args.item]
     options = [argument for i, argument in enumerate(argv) if i != argv.index(args.item)]
-    outcomes = []
-    with exit_on_user_error():
-        scale, study_name = home_of(args.item)
-        args.scale = args.scale or scale or "paper"
-        args.out = args.out or Path("results") / (study_name if scale == args.scale else args.scale)
-        methods = args.methods and [*map(canonical_name, args.methods)]
-        changes, needle = field_changes(SCALES[args.scale].base, fields), key_values("--needle", args.needle)
-        device = start_processes(changes.get("device", "auto")).device
-        sources = [args.runs_dir] if args.runs_dir else [Path("runs"), args.out / "runs.jsonl"]
-        stored_runs = [stored for source in sources for stored in read_runs(source)]
-        runs_dir = args.runs_dir if args.runs_dir and args.runs_dir.suffix != ".jsonl" else Path("runs")
-        at_scale = [item for item in items if home_of(item)[0] in ("", args.scale)]
-        for item in at_scale if args.item == "all" else [args.item]:
-            command = shlex.join(["python", "-m", "scripts.reproduce", item, *options])
-            sweep_command = re.sub(r" --out[= ]\S+", "", command).replace("scripts.reproduce", "scripts.sweep", 1)
-            try:
-                study = Study(
-                    item, args.scale, args.out, stored_runs, methods=methods, seeds=args.seeds, changes=changes,
-                    needle=needle, runs_dir=runs_dir, device=device,
-                )  # fmt: skip
-                text, outcome = make_item(study, command, sweep_command)
-            except ValueError as error:
-                if args.item != "all":
-                    raise
-                outcome = f"failed: {error}"  # go on with the other items
-            print(f"{item}: {outcome}" if args.item == "all" else f"{text}\n{outcome}", flush=True)
-            outcomes.append(outcome)
+    if args.item == "all":
+        chosen = [item for item in items if home_of(item)[0] in ("", args.scale)]
+    for item in chosen:
+        command = shlex.join(["python", "-m", "scripts.reproduce", item, *options])
+        try:
+            study = Study(
+                item,
+                args.scale,
+                args.out,
+                stored_runs,
+                methods=args.methods and [*map(canonical_name, args.methods)],
+                seeds=args.seeds,
+                changes=changes,
+                needle=needle,
+                runs_dir=runs_dir,
+                device=device,
+            )
+            text, outcome = make_item(study, command)
+        except ValueError as error:
+            if args.item != "all":
+                raise
+            outcome = f"failed: {error}"  # go on with the other items
+        print(f"{item}: {outcome}" if args.item == "all" else f"{text}\n{outcome}", flush=True)
+        outcomes.append(outcome)
     sys.exit(0 if all(outcome.startswith("complete") for outcome in outcomes) else 1)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def make_item(study: Study, command: str, sweep_command: str) -> tuple[str, str]:
+def make_item(study: Study, command: str) -> tuple[str, str]:
     """Make an item: its section of OUT/tables.md and its figures. Return the section and a line about the outcome.
 
-    If no run is finished, nothing is written. command makes the item, sweep_command trains its runs.
+    If no run is finished, nothing is written. command: makes the item.
     """
-    page = study.out / "tables.md"
+    page, remedy = study.out / "tables.md", ""
     used = f"{len(study.finished)} of {len(study.runs)} runs" if study.runs else "no runs needed"
     if study.runs and not study.finished and study.item != "figure_entropy":  # its top row needs no runs
-        return provenance(study, command, sweep_command), f"not written, {used}. Train them: `{sweep_command}`"
+        return provenance(study, command), f"not written, {used}. Train them: `{sweep_command(command)}`"
     body = all_items()[study.item](study)
-    ends = [*dict.fromkeys(study.notes), *study.sections, provenance(study, command, sweep_command)]
+    ends = [*dict.fromkeys(study.notes), *study.sections, provenance(study, command)]
     section = "\n\n".join([f"## {study.item}", body, *ends]) + "\n"
     study.out.mkdir(parents=True, exist_ok=True)
     replace_text(page, make_page(read_sections(page) | {study.item: section}))
-    remedy = f". Train the others: `{sweep_command}`" if study.missing and study.runs else ""
+    if study.missing and study.runs:
+        remedy = f". Train the others: `{sweep_command(command)}`"
     return section, f"{'incomplete' if study.missing else 'complete'}, {used}: {page}{remedy}"
+
+
+def sweep_command(command: str) -> str:
+    """Return the command that trains the runs of an item."""
+    return re.sub(r" --out[= ]\S+", "", command).replace("scripts.reproduce", "scripts.sweep", 1)
 
 
 def read_sections(page: Path) -> dict[str, str]:
@@ -134,30 +150,36 @@ def make_page(sections: dict[str, str]) -> str:
     return "\n".join([head, *(sections[item] for item in present)])
 
 
-def provenance(study: Study, command: str, sweep_command: str) -> str:
+def provenance(study: Study, command: str) -> str:
     """Return lines with the item's command, the origin of its runs, and the missing runs."""
-    lines, stored_runs = [f"- command: `{command}`"], [stored for _, stored in study.finished]
-    texts = [(stored.text, stored.summary.get("distinct_tokens") or 0) for stored in stored_runs]
+    # 1. The item.
+    lines = [f"- command: `{command}`"]
     if study.computed:
         machine = f"{device_name(study.device)}, {platform.system()}, torch {torch.__version__}"
         commit = git_commit(Path(__file__).parent) or "unknown"
         lines.append(f"- made: {datetime.date.today()} on {machine}, code at commit {commit[:12]}")
-    lines += [f"- runs used: {len(study.finished)} of {len(study.runs)}"] if study.runs else []
-    lines += [f"- fine-tuned and scored with: {needle}" for needle in {r.needle for r, _ in study.finished if r.needle}]
-    counted = {
-        "commit of the runs": [commit[:12] for stored in stored_runs for commit in stored.logged("commit")],
-        "device of the runs": [device for stored in stored_runs for device in stored.logged("device")],
-        "training text": [f"`{text}`, {tokens:,} distinct tokens" for text, tokens in texts],
-    }
-    for name, values in counted.items() if stored_runs else ():
-        counts = collections.Counter(values)
-        lines.append(f"- {name}: " + ", ".join(f"{value} ({n})" for value, n in counts.items()))
+    if study.runs:
+        lines.append(f"- runs used: {len(study.finished)} of {len(study.runs)}")
+    lines += {f"- fine-tuned and scored with: {run.needle}": None for run, _ in study.finished if run.needle}
+
+    # 2. The runs: counts of their commits, devices and texts.
+    counts = collections.defaultdict(collections.Counter)
+    for _, stored in study.finished:
+        counts["commit of the runs"].update(commit[:12] for commit in stored.logged("commit"))
+        counts["device of the runs"].update(stored.logged("device"))
+        tokens = stored.summary.get("distinct_tokens") or 0
+        counts["training text"][f"`{stored.text}`, {tokens:,} distinct tokens"] += 1
+    for name, values in counts.items():
+        lines.append(f"- {name}: " + ", ".join(f"{value} ({n})" for value, n in values.items()))
+
+    # 3. The missing runs.
     reasons = collections.defaultdict(list)
     for name, reason in study.missing:
         reasons[reason].append(f"`{name}`")
     for reason, names in reasons.items():
         lines.append(f"- missing, {reason} ({len(names)}): {', '.join(names[:3])}" + ", ..." * (len(names) > 3))
-    lines += [f"- train the missing runs: `{sweep_command}`"] if study.missing and study.runs else []
+    if study.missing and study.runs:
+        lines.append(f"- train the missing runs: `{sweep_command(command)}`")
     return "\n".join(lines)
 
 

@@ -1,11 +1,7 @@
 """Test whether differences between methods are significant.
 
-`compare`: the few seeds of one method give a poor estimate of its variance. The seeds of all methods together give a
-good one. So all methods share one variance at each length where Bartlett's test finds no difference between their
-variances.
-
-`PairedTests`: runs of one seed share the data and its order, and methods draw equal initial weights. So differences
-are taken within seeds. The studies fix these tests before their runs.
+The few seeds of one method give a poor estimate of its variance. The seeds of all methods together give a good one. So
+all methods share one variance at each length where Bartlett's test finds no difference between their variances.
 """
 
 import collections
@@ -17,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from scripts.reproduce.study import BySeed, Study
+from scripts.reproduce.study import Study
 from scripts.shared.looks import series_name
-from scripts.shared.tables import markdown_table, mean_and_stderr, pivot_table
+from scripts.shared.tables import mean_and_stderr, pivot_table
 
 SIGNIFICANT = 0.05  # level of a difference after Holm's correction, and of Bartlett's test
 
@@ -42,13 +38,15 @@ def compare(
         return []
     cells = collections.defaultdict(dict)
     for row in rows:
-        cells[row["series"], f"{row['seeds']}, {row['reference_seeds']}"][row["length"]] = difference_cell(row)
-    lines = [([series_name(series), seeds], by_length) for (series, seeds), by_length in cells.items()]
+        left = series_name(row["series"]), f"{row['seeds']}, {row['reference_seeds']}"
+        cells[left][row["length"]] = difference_cell(row)
     columns = {length: study.length_label(length) for length in lengths}
-    text = "Loss minus the reference's loss in nats per token \u00b1 standard error of the difference. p: t-test after "
-    text += f"Holm's correction for all {tested} comparisons; bold below {SIGNIFICANT}. n: seeds of the method and of "
-    text += "the reference. " + describe_variances(losses, lengths, not_trained)
-    table = pivot_table([f"minus {series_name(reference)}", "n"], lines, columns)
+    text = (
+        "Loss minus the reference's loss in nats per token \u00b1 standard error of the difference. p: t-test after "
+        f"Holm's correction for all {tested} comparisons; bold below {SIGNIFICANT}. n: seeds of the method and of "
+        f"the reference. {describe_variances(losses, lengths, not_trained)}"
+    )
+    table = pivot_table([f"minus {series_name(reference)}", "n"], cells.items(), columns)
     return ["### Differences", text, table]
 
 
@@ -58,14 +56,15 @@ def differences(losses: dict, reference: str, lengths: list[int], not_trained: C
     Standard error and p-values are None for too few seeds. not_trained: series that use the weights of another series.
     Their spread over seeds is no independent estimate, so the common variance leaves it out.
     """
-    rows = []
+    rows, common = [], {length: common_variance(losses, length, not_trained) for length in lengths}
     for (series, length), values in losses.items():
-        reference_values = losses.get((reference, length), [])
-        if series != reference and length in lengths and values and reference_values:
-            stderr, p = t_test(values, reference_values, common_variance(losses, length, not_trained))
-            row = dict(series=series, length=length, seeds=len(values), reference_seeds=len(reference_values))
-            row["difference"] = statistics.fmean(values) - statistics.fmean(reference_values)
-            rows.append(row | dict(stderr=stderr, p=p, p_holm=None))
+        ours = losses.get((reference, length))
+        if series == reference or length not in common or not values or not ours:
+            continue
+        stderr, p = t_test(values, ours, common[length])
+        row = {"series": series, "length": length, "seeds": len(values), "reference_seeds": len(ours)}
+        row["difference"] = statistics.fmean(values) - statistics.fmean(ours)
+        rows.append(row | {"stderr": stderr, "p": p, "p_holm": None})
     tested = [row for row in rows if row["p"] is not None]
     for row, p in zip(tested, holm([row["p"] for row in tested])):
         row["p_holm"] = p
@@ -84,14 +83,13 @@ class CommonVariance(NamedTuple):
 
 def common_variance(losses: dict, length: int, not_trained: Collection[str]) -> CommonVariance:
     """Return the variance within series of the losses at a length, pooled over series with at least two losses."""
-    samples = [
-        values
-        for (series, at), values in losses.items()
-        if at == length and series not in not_trained and len(values) > 1 and all(map(math.isfinite, values))
-    ]
-    freedom = sum(len(values) - 1 for values in samples)
+    samples = []
+    for (series, at), values in losses.items():
+        if at == length and series not in not_trained and len(values) > 1 and np.isfinite(values).all():
+            samples.append(values)
+    freedom = sum(map(len, samples)) - len(samples)
     squares = sum(statistics.variance(values) * (len(values) - 1) for values in samples)
-    testable = len(samples) > 1 and all(len(set(values)) > 1 for values in samples)  # variance 0 has no logarithm
+    testable = len(samples) > 1 and all(map(np.ptp, samples))  # variance 0 has no logarithm
     p = stats.bartlett(*samples).pvalue if testable else math.nan
     return CommonVariance(squares / freedom if freedom else math.nan, freedom, p)
 
@@ -115,16 +113,25 @@ def t_test(a: list[float], b: list[float], common: CommonVariance) -> tuple[floa
 
 def describe_variances(losses: dict, lengths: list[int], not_trained: Collection[str]) -> str:
     """Return sentences about the variances that the t-tests use."""
-    variances = {length: common_variance(losses, length, not_trained) for length in lengths}
-    shared = [f"{n}: p = {common.p:.2f}, {common.freedom}" for n, common in variances.items() if common.holds]
-    separate, text = [str(n) for n, common in variances.items() if not common.holds], ""
+    shared, separate = [], []
+    for length in lengths:
+        common = common_variance(losses, length, not_trained)
+        if common.holds:
+            shared.append(f"{length}: p = {common.p:.2f}, {common.freedom}")
+        else:
+            separate.append(str(length))
+    sentences = []
     if shared:
-        text += "All methods share one variance where Bartlett's test finds no difference between their variances. "
-        text += f"p of Bartlett's test and degrees of freedom by length: {'; '.join(shared)}. "
+        sentences.append(
+            "All methods share one variance where Bartlett's test finds no difference between their variances. "
+            f"p of Bartlett's test and degrees of freedom by length: {'; '.join(shared)}."
+        )
     if separate:
-        text += f"At {', '.join(separate)} each method has its own variance (Welch's test), because the variances "
-        text += "differ or there are too few seeds."
-    return text.strip()
+        sentences.append(
+            f"At {', '.join(separate)} each method has its own variance (Welch's test), because the variances differ "
+            "or there are too few seeds."
+        )
+    return " ".join(sentences)
 
 
 def holm(ps: list[float]) -> list[float]:
@@ -142,62 +149,9 @@ def format_p(p: float) -> str:
 
 def difference_cell(row: dict) -> str:
     """Return the cell of a difference, with standard error and p unless there are too few seeds."""
-    if row["p_holm"] is None:
-        return f"{row['difference']:+.3f}"
-    p = f"p = {format_p(row['p_holm'])}".replace("= <", "<")
-    cell = f"{row['difference']:+.3f} \u00b1 {row['stderr']:.3f}"
-    return f"**{cell}** ({p})" if row["p_holm"] < SIGNIFICANT else f"{cell} ({p})"
-
-
-# ---- tests that a study fixed before its runs ------------------------------------------------------------------------
-
-
-class PairedTests(NamedTuple):
-    """Tests of one series against its rivals in each measure. Holm's correction covers all of them."""
-
-    title: str
-    ours: str
-    rivals: list[str]
-    measures: dict[str, dict[str, BySeed]]  # by label, then by series
-    unit: str  # of the measures
-    left_out: Collection[int] = ()  # seeds that were known when the tests were fixed
-    note: str = ""
-
-    def rows(self) -> list[dict]:
-        """Return a row per test: measure, rival, mean difference, its standard error, p-values, seeds.
-
-        Two seeds are the least for a test. A test with fewer has p = 1 in the correction, and no row.
-        """
-        rows = []
-        for measure, values in self.measures.items():
-            ours = values.get(self.ours, {})
-            for rival in self.rivals:
-                others = values.get(rival, {})
-                seeds = sorted(ours.keys() & others.keys() - {*self.left_out})
-                if len(seeds) > 1:
-                    differences = [ours[seed] - others[seed] for seed in seeds]
-                    rows.append(dict(measure=measure, rival=rival, seeds=len(seeds)) | paired_t_test(differences))
-        untested = len(self.measures) * len(self.rivals) - len(rows)
-        corrected = holm([row["p"] for row in rows] + [1.0] * untested)
-        return [row | dict(p_holm=p) for row, p in zip(rows, corrected)]
-
-    def section(self) -> list[str]:
-        """Return a section with the tests, [] without tests."""
-        rows = self.rows()
-        if not rows:
-            return []
-        table = [["minus", "measure", "seeds", "difference"]]
-        for row in rows:
-            table.append([series_name(row["rival"]), row["measure"], str(row["seeds"]), difference_cell(row)])
-        tests = len(self.measures) * len(self.rivals)
-        text = f"{series_name(self.ours)} (\u03c4 = 10) minus each rival, in {self.unit}: mean difference within seeds "
-        text += f"\u00b1 standard error. p: paired t-test after Holm's correction for {tests} tests. {self.note}"
-        return [f"### {self.title}", text, markdown_table(table)]
-
-
-def paired_t_test(differences: list[float]) -> dict[str, float]:
-    """Return the mean of the differences, its standard error, and the two-sided p-value."""
-    mean, stderr = mean_and_stderr(differences)
-    # Equal differences, such as 0 when neither method copies, have no t-test.
-    p = float(stats.ttest_1samp(differences, 0).pvalue) if stderr else float(mean == 0)
-    return dict(difference=mean, stderr=stderr, p=p)
+    cell, p = f"{row['difference']:+.3f}", row["p_holm"]
+    if p is None:
+        return cell
+    cell += f" \u00b1 {row['stderr']:.3f}"
+    shown = f"(p = {format_p(p)})".replace("= <", "<")
+    return f"**{cell}** {shown}" if p < SIGNIFICANT else f"{cell} {shown}"

@@ -1,7 +1,7 @@
 """Draw figures with matplotlib: a grid of panels with lines."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,14 +39,13 @@ class Panel(NamedTuple):
     train_length: int | None = None  # tokens; marked on the x axis
 
 
-def row_lines(rows: Iterable[dict], by: str, x: str, looks: dict) -> list[Line]:
+def row_lines(rows: list[dict], by: str, x: str, looks: dict) -> list[Line]:
     """Return a line per key of looks: column "mean" against column x, of the rows with this key in column `by`."""
-    lines, rows = [], [*rows]
+    lines = []
     for key, look in looks.items():
-        found = [row for row in rows if row[by] == key]
-        xs, means, errors = ([row[name] for row in found] for name in (x, "mean", "stderr"))
+        found = [(row[x], row["mean"], row["stderr"]) for row in rows if row[by] == key]
         if found:
-            lines.append(Line(look, xs, means, errors))
+            lines.append(Line(look, *map(list, zip(*found))))
     return lines
 
 
@@ -70,6 +69,7 @@ def draw_panels(
     from matplotlib.figure import Figure  # pyplot would keep global state
 
     with matplotlib.rc_context(STYLE):
+        # 1. The panels.
         figure = Figure(figsize=(TEXT_WIDTH, height * len(grid) + 0.45), layout="constrained")
         axes = figure.subplots(len(grid), max(map(len, grid)), squeeze=False, **subplots)
         for row, panels in zip(axes, grid):
@@ -83,8 +83,10 @@ def draw_panels(
                     axis.set_xscale("log", base=log)
                 if log == 2:
                     axis.xaxis.set_major_formatter("{x:.0f}")
-                labels = dict(xlabel=x if panels is grid[-1] else "", ylabel="" if axis in axes[:, 1:] else y)
+                labels = {"xlabel": x if panels is grid[-1] else "", "ylabel": "" if axis in axes[:, 1:] else y}
                 axis.set(title=panel.title, **labels | panel.axes)
+
+        # 2. The legend and the file.
         legend_below(figure)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path.with_name(f"{path.name}.png"), lambda file: figure.savefig(file, format="png"))
@@ -93,12 +95,12 @@ def draw_panels(
 def draw_lines(axis, lines: list[Line], bands: bool):
     """Draw the lines on matplotlib's axes."""
     for look, xs, means, errors in lines:
-        if bands or not errors:
-            (line,) = axis.plot(xs, means, **look)
-        else:
+        if errors and not bands:
             axis.errorbar(xs, means, [error or 0 for error in errors], elinewidth=0.8, **look)
-        if bands and errors:
-            means, errors = np.array(means, float), np.array(errors, float)  # None is NaN, which has no band
+            continue
+        (line,) = axis.plot(xs, means, **look)
+        if errors:
+            means, errors = np.array((means, errors), float)  # None is NaN, which has no band
             axis.fill_between(xs, means - errors, means + errors, color=line.get_color(), alpha=0.25, linewidth=0)
 
 

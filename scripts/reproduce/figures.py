@@ -1,13 +1,12 @@
 """Draw the paper's figures. Each function draws one, and returns the Markdown that shows it."""
 
 import collections
+import itertools
 import math
 
 import numpy as np
 from scipy import stats
 
-from configs.config import Config
-from model.methods.options import method_options
 from scripts.reproduce import logits, theory
 from scripts.reproduce.drawing import Line, Panel, draw_panels, row_lines
 from scripts.reproduce.study import Study, abbreviate_length
@@ -16,77 +15,90 @@ from scripts.shared.runs import StoredRun, measured, val_tokens
 from scripts.shared.tables import markdown_table, summarise
 
 WINDOWS = 4  # windows of validation text, for the attention of trained models
-OPEN_CIRCLE = dict(linestyle="", marker="o", markersize=3.5, markerfacecolor="white", markeredgewidth=0.7)
+OPEN_CIRCLE = {
+    "label": "_",
+    "linestyle": "",
+    "marker": "o",
+    "markersize": 3.5,
+    "markerfacecolor": "white",
+    "markeredgewidth": 0.7,
+}
 
 # ---- validation curves -----------------------------------------------------------------------------------------------
 
 
-CURVES = dict(  # by item: the rest of the sentence "Validation loss ...", with the training lengths in braces
-    figure_train_lengths="at the training length, for three training lengths",
-    figure_train_4k="of the models trained at {0}, at three validation lengths",
-    figure_train_16k="of the models trained at {1}, at three validation lengths",
-    figure_304m="of the large model, at three validation lengths",
-    figure_tau="of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)",
-    figure_scale_invariant_variants="of scale-invariant attention with three positional encodings",
-)
-NOPE_PANELS = dict(figure_train_lengths=1, figure_train_4k=1, figure_train_16k=2)  # from the left; else all
-
-
-def tau_of(config: Config) -> float:
-    """Return the lengthscale of a run in tokens."""
-    return float(config.method_options.get("tau", method_options(config.method)["tau"].default))
+CURVES = {  # by item: the rest of the sentence "Validation loss ...", with the training lengths in braces
+    "figure_train_lengths": "at the training length, for three training lengths",
+    "figure_train_4k": "of the models trained at {0}, at three validation lengths",
+    "figure_train_16k": "of the models trained at {1}, at three validation lengths",
+    "figure_304m": "of the large model, at three validation lengths",
+    "figure_tau": "of scale-invariant p-RoPE with different lengthscales \u03c4 (tokens)",
+    "figure_scale_invariant_variants": "of scale-invariant attention with three positional encodings",
+}
+NOPE_PANELS = {"figure_train_lengths": 1, "figure_train_4k": 1, "figure_train_16k": 2}  # from the left; else all
 
 
 def curve_figure(study: Study) -> str:
     """Draw one panel per validation length. Return the Markdown: a sentence, then the figure."""
-    of = CURVES[study.item].format(*map(abbreviate_length, study.lengths))
+    # 1. What the paper shows in this figure.
     at_train_length = study.item == "figure_train_lengths"  # show models only at their training length
-    zoom, nope_panels = study.item == "figure_train_4k", NOPE_PANELS.get(study.item, 3)
-    if zoom:
-        study.notes.append("Bottom row: the last fifth of training, for the better half of the methods.")
-    baseline = study.item != "figure_304m"  # the paper marks the loss of 3.28, of its smaller model
-    if nope_panels < 3:
-        place = "shown in the left panel only" if nope_panels == 1 else "left out of the right panel"
-        study.notes.append(f"NoPE is {place}, as in the paper.")
+    zoom = study.item == "figure_train_4k"
+    marked = study.item != "figure_304m"  # the paper marks the loss of 3.28, of its smaller model
+    nope_panels = NOPE_PANELS.get(study.item, 3)
+
+    # 2. The panels.
     rows = validation_curves(study)
-    present = {row["series"] for row in rows}
-    looks = plot_styles([series for series in study.all_series if series in present])
+    looks = plot_styles(dict.fromkeys(row["series"] for row in rows))
+    looks = {series: looks[series] for series in study.all_series if series in looks}
     grid = [[], []] if zoom else [[]]
     for number, n in enumerate(study.lengths):
-        shown = [row for row in rows if row["val_length"] == n and (row["train_length"] == n or not at_train_length)]
-        shown = [row for row in shown if row["series"] != "nope" or number < nope_panels]
-        title = f"{'train and ' if at_train_length else ''}val @{abbreviate_length(n)}"
+        shown = []
+        for row in rows:
+            at_n = row["val_length"] == n and (row["train_length"] == n or not at_train_length)
+            if at_n and (row["series"] != "nope" or number < nope_panels):
+                shown.append(row)
         lines = curve_lines(shown, looks)
-        if shown and baseline and study.scale == "paper":
-            last = max(row["step"] for row in shown)
-            lines.append(Line(dict(color="0.6", linestyle="--"), [0, last], [3.28, 3.28]))
+        if shown and marked and study.scale == "paper":
+            lines.append(
+                Line({"color": "0.6", "linestyle": "--"}, [0, max(row["step"] for row in shown)], [3.28, 3.28])
+            )
+        title = f"{'train and ' if at_train_length else ''}val @{abbreviate_length(n)}"
         for zoomed, panels in enumerate(grid):
-            panels.append(Panel(title + (" (zoom)" if zoomed else ""), lines, limits(shown, bool(zoomed))))
+            panels.append(Panel(title + " (zoom)" * zoomed, lines, limits(shown, zoomed)))
     draw_panels(study.figure_path(), grid, x="training step", y="nats a token", height=2.2 - 0.45 * zoom, bands=True)
-    if baseline and study.scale != "paper":
-        study.notes.append("The paper's dashed line at 3.28 is left out, because it belongs to the paper's scale.")
+
+    # 3. The notes.
     several = any(row["seeds"] > 1 for row in rows)
-    study.notes.append("Bands: \u00b1 1 standard error over seeds." if several else "No bands: there is one seed.")
-    if len({row["val_tokens"] for row in rows}) > 1:
-        study.notes.append("Open circles: validation on part of the tokens (`--val_profile fast`).")
+    place = "shown in the left panel only" if nope_panels == 1 else "left out of the right panel"
+    notes = {
+        "Bottom row: the last fifth of training, for the better half of the methods.": zoom,
+        f"NoPE is {place}, as in the paper.": nope_panels < 3,
+        "The paper's dashed line at 3.28 is left out, because it belongs to the paper's scale.": (
+            marked and study.scale != "paper"
+        ),
+        "Bands: \u00b1 1 standard error over seeds." if several else "No bands: there is one seed.": True,
+        "Open circles: validation on part of the tokens (`--val_profile fast`).": (
+            len({row["val_tokens"] for row in rows}) > 1
+        ),
+    }
+    study.notes += [note for note, holds in notes.items() if holds]
+    of = CURVES[study.item].format(*map(abbreviate_length, study.lengths))
     return f"Validation loss {of}.\n\n{study.figure_markdown()}"
 
 
 def curve_lines(rows: list[dict], looks: dict) -> list[Line]:
     """Return the lines of a panel of validation curves. Open circles mark validation on part of the tokens."""
     full = max((row["val_tokens"] for row in rows), default=0)
-    lines = row_lines(rows, "series", "step", looks)
-    for i, line in enumerate(lines):
-        markers = dict(markevery=max(1, len(line.xs) // 6))
-        lines[i] = line._replace(look=line.look | markers)
-    for series, look in looks.items():
-        partial = [row for row in rows if row["series"] == series and row["val_tokens"] < full]
-        steps, means = [row["step"] for row in partial], [row["mean"] for row in partial]
-        lines.append(Line(OPEN_CIRCLE | dict(color=look["color"], label="_"), steps, means))
-    return lines
+    lines = []
+    for line in row_lines(rows, "series", "step", looks):
+        markers = {"markevery": max(1, len(line.xs) // 6)}
+        lines.append(line._replace(look=line.look | markers))
+    circles = {series: OPEN_CIRCLE | {"color": look["color"]} for series, look in looks.items()}
+    partial = row_lines([row for row in rows if row["val_tokens"] < full], "series", "step", circles)
+    return lines + [line._replace(errors=()) for line in partial]
 
 
-def limits(rows: list[dict], zoomed: bool) -> dict[str, tuple[float, float]]:
+def limits(rows: list[dict], zoomed: int) -> dict[str, tuple[float, float]]:
     """Return limits of the axes. The high losses of the first fifth of the steps would hide the rest, so y leaves them
     out. zoomed: show the last fifth of the steps, and the half of the series with the lowest final losses."""
     rows = [row for row in rows if math.isfinite(row["mean"])]
@@ -94,14 +106,12 @@ def limits(rows: list[dict], zoomed: bool) -> dict[str, tuple[float, float]]:
         return {}
     last = max(row["step"] for row in rows)
     first = (0.8 if zoomed else 0.2) * last
-    final = [row for row in rows if row["step"] == last]
-    if zoomed:
-        final = sorted(final, key=lambda row: row["mean"])[: (len(final) + 1) // 2]
-    best = {row["series"] for row in final}
+    final = sorted((row["mean"], row["series"]) for row in rows if row["step"] == last)
+    best = {series for _, series in (final[: (len(final) + 1) // 2] if zoomed else final)}
     shown = [row["mean"] for row in rows if row["step"] >= first and row["series"] in best]
     low, high = min(shown), max(shown)
     margin = 0.06 * (high - low) or 0.01
-    return dict(xlim=(first if zoomed else 0, 1.02 * last), ylim=(low - margin, high + margin))
+    return {"xlim": (first if zoomed else 0, 1.02 * last), "ylim": (low - margin, high + margin)}
 
 
 def validation_curves(study: Study) -> list[dict]:
@@ -115,33 +125,33 @@ def validation_curves(study: Study) -> list[dict]:
         wanted = [n for n in study.lengths if n in run.config.val_lengths]
         if absent := [str(n) for n in wanted if any(n not in curve for curve in curves.values())]:
             study.missing.append((run.name, f"not validated at {', '.join(absent)} during training"))
-        for series, n in [(series, n) for n in wanted for series in curves if n in curves[series]]:
-            seeds[series, run.config.train_length, n] += 1
-            for (step, tokens), loss in curves[series][n].items():
+        for n, (series, curve) in itertools.product(wanted, curves.items()):
+            line = series, run.config.train_length, n
+            seeds[line] += n in curve
+            for (step, tokens), loss in curve.get(n, {}).items():
                 loss = math.nan if loss is None else loss  # the metrics have null for a loss that is not finite
-                losses[series, run.config.train_length, n, step, tokens].append(loss)
-    rows = summarise(losses, "series", "train_length", "val_length", "step", "val_tokens")
-    return [row for row in rows if row["seeds"] == seeds[row["series"], row["train_length"], row["val_length"]]]
+                losses[*line, step, tokens].append(loss)
+    complete = {key: values for key, values in losses.items() if len(values) == seeds[key[:3]]}
+    return summarise(complete, "series", "train_length", "val_length", "step", "val_tokens")
 
 
 def validation_curve(stored: StoredRun, method: str | None) -> dict[int, dict]:
     """Return a run's losses by validation length, then by step and tokens. method: as in Study.series."""
     curve = collections.defaultdict(dict)
     for record in stored.validations():
-        losses = measured(record, "val_loss", method)
-        for length, tokens in val_tokens(record).items():
-            if length in losses:
-                curve[int(length)][record["step"], tokens] = losses[length]
+        tokens = val_tokens(record)
+        for length, loss in measured(record, "val_loss", method).items():
+            curve[int(length)][record["step"], tokens[length]] = loss
     return curve
 
 
 # ---- theory and trained models ---------------------------------------------------------------------------------------
 
-SCHEMES = dict(  # of figure_entropy: the trained method, which also gives the colour, and the name in the legend
-    none=("p_rope", "no scaling"),
-    logn=("logn_p_rope", "LogN"),
-    scale_invariant=("scale_invariant_p_rope", "scale-invariant"),
-)
+SCHEMES = {  # of figure_entropy: the trained method, which also gives the colour, and the name in the legend
+    "none": ("p_rope", "no scaling"),
+    "logn": ("logn_p_rope", "LogN"),
+    "scale_invariant": ("scale_invariant_p_rope", "scale-invariant"),
+}
 RANGE_STYLES = ("-", "--", ":")
 
 
@@ -154,9 +164,11 @@ def figure_entropy(study: Study) -> str:
     grid = [entropy_panels(source, rows) for source, rows in sources.items()]
     x = "context length (tokens)"
     draw_panels(study.figure_path(), grid, x=x, y="nats", log=10, height=1.75, bands=True, sharex=True)
-    text = "Attention with no scaling, with LogN, and scale-invariant. Top: independent Gaussian scores (LogN s = 0.4, "
-    text += f"\u03c4 = 10), mean over {theory.DRAWS} draws. Bottom: last query of each context in p-RoPE models, mean "
-    text += f"over seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error."
+    text = (
+        "Attention with no scaling, with LogN, and scale-invariant. Top: independent Gaussian scores (LogN s = 0.4, "
+        f"\u03c4 = 10), mean over {theory.DRAWS} draws. Bottom: last query of each context in p-RoPE models, mean "
+        f"over seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error."
+    )
     if not trained:
         study.notes.append("The bottom row is left out, because there is no trained model.")
     return text + "\n\n" + study.figure_markdown()
@@ -165,7 +177,7 @@ def figure_entropy(study: Study) -> str:
 def entropy_panels(source: str, rows: list[dict]) -> list[Panel]:
     """Return three panels against the context length: entropy, entropy in ranges of distances, local attention."""
     styles = plot_styles([method for method, _ in SCHEMES.values()])
-    looks = {scheme: styles[method] | dict(label=label) for scheme, (method, label) in SCHEMES.items()}
+    looks = {scheme: styles[method] | {"label": label} for scheme, (method, label) in SCHEMES.items()}
 
     def lines(quantity: str, **changes) -> list[Line]:
         shown = [row for row in rows if row["quantity"] == quantity]
@@ -174,7 +186,7 @@ def entropy_panels(source: str, rows: list[dict]) -> list[Panel]:
     ranged = []
     for (start, stop), style in zip(theory.RANGES, RANGE_STYLES):
         ranged += lines(f"entropy_{start}_{stop}", linestyle=style, label="_")
-        ranged.append(Line(dict(color="0.4", linestyle=style, label=f"{start:,} to {stop:,} tokens ago"), [], []))
+        ranged.append(Line({"color": "0.4", "linestyle": style, "label": f"{start:,} to {stop:,} tokens ago"}, [], []))
     return [
         Panel(f"{source}: entropy", lines("entropy")),
         Panel("in a range of distances", ranged),
@@ -189,7 +201,7 @@ def trained_entropy(study: Study, lengths: list[int]) -> list[dict]:
     for config, model, windows in logits.trained_models(study, WINDOWS, lengths[-1]):
         for (length, quantity), values in logits.attention_profile(model, windows, lengths).items():
             samples[schemes[config.method], length, quantity] += values
-    return summarise(samples, "scheme", "length", "quantity", count="samples")
+    return summarise(samples, "scheme", "length", "quantity")
 
 
 def figure_sublog(study: Study) -> str:
@@ -198,24 +210,29 @@ def figure_sublog(study: Study) -> str:
     starts = [10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000]
     colours = {2: "#0072B2", 5: "#D55E00", 10: "#000000"}  # by factor, the paper's Delta
     rows = theory.iid_range_entropy(starts, [*colours], theory.DRAWS, 0, scale_invariant)
-    panels, cells = [], []
-    for against, power in (("log t", 1), ("sqrt(log t)", 0.5)):
+
+    # 1. A panel for each way to draw the distance, with linear fits.
+    panels, cells = [], [["linear fit", "slope", "intercept", "R^2"]]
+    for against, power in {"log t": 1, "sqrt(log t)": 0.5}.items():
         lines = []
         for factor, colour in colours.items():
-            points = [row | dict(x=math.log(row["start"]) ** power) for row in rows if row["factor"] == factor]
-            look = dict(color=colour, marker="o", linestyle="", label=f"$\\Delta$ = {factor}")
+            points = [row | {"x": math.log(row["start"]) ** power} for row in rows if row["factor"] == factor]
+            look = {"color": colour, "marker": "o", "linestyle": "", "label": f"$\\Delta$ = {factor}"}
             (line,) = row_lines(points, "factor", "x", {factor: look})
             fit = stats.linregress(line.xs, line.means)
             fitted = fit.slope * np.array(line.xs) + fit.intercept
-            numbers = fit.slope, fit.intercept, fit.rvalue**2
-            lines += [line, Line(dict(color=colour, linestyle="--", linewidth=0.8), line.xs, fitted)]
-            cells.append([f"\u0394 = {factor}, against {against}", *(f"{value:.4f}" for value in numbers)])
+            lines += [line, Line({"color": colour, "linestyle": "--", "linewidth": 0.8}, line.xs, fitted)]
+            numbers = [f"{value:.4f}" for value in (fit.slope, fit.intercept, fit.rvalue**2)]
+            cells.append([f"\u0394 = {factor}, against {against}", *numbers])
         panels.append(Panel(f"against {against}", lines))
     y = "expected entropy in $[t, t\\Delta)$ (nats)"
     draw_panels(study.figure_path(), [panels], x="", y=y, sharey=True)
-    text = "Expected entropy (nats) of attention at distances in [t, t\u0394), against log t and against sqrt(log t), "
-    text += "for independent Gaussian scores, "
-    text += "scale-invariant with \u03c4 = 10." if scale_invariant else "not scaled."
-    text += f" Mean over {theory.DRAWS} draws; bars: \u00b1 1 standard error. Dashed: best linear fits."
-    table = markdown_table([["linear fit", "slope", "intercept", "R^2"], *cells])
-    return f"{text}\n\n{study.figure_markdown()}\n\n{table}"
+
+    # 2. The section.
+    scores = "scale-invariant with \u03c4 = 10." if scale_invariant else "not scaled."
+    text = (
+        "Expected entropy (nats) of attention at distances in [t, t\u0394), against log t and against sqrt(log t), "
+        f"for independent Gaussian scores, {scores} Mean over {theory.DRAWS} draws; bars: \u00b1 1 standard error. "
+        "Dashed: best linear fits."
+    )
+    return f"{text}\n\n{study.figure_markdown()}\n\n{markdown_table(cells)}"

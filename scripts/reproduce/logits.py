@@ -31,6 +31,7 @@ from scripts.reproduce.theory import attention_statistics
 from scripts.shared.runs import load_run, open_validation_text
 from scripts.shared.tables import markdown_table
 
+MOMENTS = ("mean", "std", "skewness", "excess_kurtosis", "ks")
 FORMS = {False: "without rotation", True: "with rotation"}
 FOLDER = "logit_statistics"  # in the folder of the runs; it has one folder per model
 # The paper's models, by folder: title, and name on the hub. The paper gives sizes alone; the releases are our choice.
@@ -108,9 +109,9 @@ def moments(scores: np.ndarray) -> dict[str, float]:
     ks compares with the Gaussian of the same mean and std. For Gaussian scores and N -> inf, the last three are 0.
     """
     mean, std = scores.mean(), scores.std()
-    values = dict(mean=mean, std=std, skewness=stats.skew(scores), excess_kurtosis=stats.kurtosis(scores))
-    values["ks"] = stats.kstest(scores, "norm", args=(mean, std), method="asymp").statistic
-    return {name: float(value) for name, value in values.items()}
+    ks = stats.kstest(scores, "norm", args=(mean, std), method="asymp").statistic
+    numbers = map(float, (mean, std, stats.skew(scores), stats.kurtosis(scores), ks))
+    return dict(zip(MOMENTS, numbers))
 
 
 def qq_points(scores: np.ndarray, n: int = 200) -> dict[str, list[float]]:
@@ -118,7 +119,7 @@ def qq_points(scores: np.ndarray, n: int = 200) -> dict[str, list[float]]:
     standard deviation."""
     probabilities = (np.arange(n) + 0.5) / n
     gaussian = stats.norm.ppf(probabilities, scores.mean(), scores.std())
-    return dict(gaussian=gaussian.tolist(), sample=np.quantile(scores, probabilities).tolist())
+    return {"gaussian": gaussian.tolist(), "sample": np.quantile(scores, probabilities).tolist()}
 
 
 # ---- QQ plots --------------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def qq_points(scores: np.ndarray, n: int = 200) -> dict[str, list[float]]:
 def describe_scores(scores: Tensor, *, layer: int, rotated: bool) -> dict:
     """Return moments per head, and moments and QQ points over all heads. scores (H, pairs); layer: from 0."""
     heads, pooled = [moments(head) for head in scores.numpy()], scores.flatten().numpy()
-    return dict(layer=layer, rotated=rotated, heads=heads, all=moments(pooled), qq=qq_points(pooled))
+    return {"layer": layer, "rotated": rotated, "heads": heads, "all": moments(pooled), "qq": qq_points(pooled)}
 
 
 def moments_table(models: dict[str, list[dict]]) -> str:
@@ -145,11 +146,13 @@ def draw_qq(path: Path, layers: list[dict]):
     grid = []
     for rotated, form in FORMS.items():
         panels = []
-        for row in [row for row in layers if row["rotated"] == rotated]:
+        for row in layers:
+            if row["rotated"] != rotated:
+                continue
             gaussian, sample = row["qq"]["gaussian"], row["qq"]["sample"]
-            equal = Line(dict(color="#D00000", linewidth=0.8, label="Gaussian"), gaussian, gaussian)
-            scores = Line(dict(color="#0072B2", linewidth=1.2, label="scores"), gaussian, sample)
-            axes = {} if len(panels) % 6 else dict(ylabel=f"{form}\nscore quantile")
+            equal = Line({"color": "#D00000", "linewidth": 0.8, "label": "Gaussian"}, gaussian, gaussian)
+            scores = Line({"color": "#0072B2", "linewidth": 1.2, "label": "scores"}, gaussian, sample)
+            axes = {} if len(panels) % 6 else {"ylabel": f"{form}\nscore quantile"}
             panels.append(Panel(f"layer {row['layer'] + 1}", [equal, scores], axes))
         grid += [panels[start : start + 6] for start in range(0, len(panels), 6)]
     draw_panels(path, grid, x="Gaussian quantile", y="", height=1.5)
@@ -157,6 +160,7 @@ def draw_qq(path: Path, layers: list[dict]):
 
 def figure_qq(study: Study) -> str:
     """Draw the models that scripts.logit_statistics has measured. Return the Markdown: figures, then a table."""
+    # 1. The models that are measured.
     folder, models, shown = study.runs_dir / FOLDER, {}, []
     for name in dict.fromkeys([*PAPERS_MODELS, *sorted(path.name for path in folder.glob("*"))]):
         title, hub_name = PAPERS_MODELS.get(name, (name, name))
@@ -172,15 +176,21 @@ def figure_qq(study: Study) -> str:
             figure = re.sub(r"[^\w.-]+", "_", f"{study.item}_{title}_{FORMS[rotated]}".lower())
             draw_qq(study.figure_path(figure), [row for row in models[title] if row["rotated"] == rotated])
             shown.append(study.figure_markdown(figure))
-    text = "Quantiles of the attention scores of a layer, against quantiles of the Gaussian with the same mean and "
-    text += "standard deviation (red: equal). Pairs have distance t > 0. Key 0 is left out, because it is an attention "
-    text += "sink. The table pools the heads of a layer. Gemma 2's scores are taken before its soft cap. The paper "
-    text += "gives only the sizes of its Llama models. Its text is the start of Wikipedia's article on New England."
+
+    # 2. The section.
+    text = (
+        "Quantiles of the attention scores of a layer, against quantiles of the Gaussian with the same mean and "
+        "standard deviation (red: equal). Pairs have distance t > 0. Key 0 is left out, because it is an attention "
+        "sink. The table pools the heads of a layer. Gemma 2's scores are taken before its soft cap. The paper "
+        "gives only the sizes of its Llama models. Its text is the start of Wikipedia's article on New England."
+    )
     return "\n\n".join([text, *shown, moments_table(models)])
 
 
 def describe(about: dict) -> str:
     """Return the text, the pairs and the command with which the scores of a model were measured."""
-    made = f"{about['tokens']} tokens of {about['text']} (sha256 {about['text_sha256'][:12]}), {about['pairs']} pairs "
-    made += f"per head, {about['dtype']}, {about['scale']}. Measured {about['made']} on {about['device']}, code at "
-    return made + f"commit {about['commit']}, by `{about['command']}`"
+    return (
+        f"{about['tokens']} tokens of {about['text']} (sha256 {about['text_sha256'][:12]}), {about['pairs']} pairs "
+        f"per head, {about['dtype']}, {about['scale']}. Measured {about['made']} on {about['device']}, code at "
+        f"commit {about['commit']}, by `{about['command']}`"
+    )

@@ -32,6 +32,7 @@ SHORT, or in NAMED the run's name without its seed. LENGTH and GAP are in tokens
 
 import collections
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from configs.sweeps import SI
@@ -47,7 +48,10 @@ from scripts.shared.tables import mean_and_stderr
 
 NAMED = "calibration"  # the file of single runs for results/calibration.md, which the names of the runs tell apart
 SHORT = {"SI": SI, "QUARTER": "form=barbero share=0.25"}
-CHANGES = dict(prose={"data_dir": "data/books"}, far_books={"data_dir": "data/books_far"})  # folder of results/: fields
+CHANGES = {
+    "prose": {"data_dir": "data/books"},
+    "far_books": {"data_dir": "data/books_far"},
+}  # folder of results/: fields
 
 # ---- the numbers -----------------------------------------------------------------------------------------------------
 
@@ -78,18 +82,23 @@ def numbers_of_run(file: Path, stored: StoredRun) -> dict[str, float]:
         numbers[f"needle {place} {length} {series}"] = share
 
     # 2. Measures of the trained method, and of the methods with which its weights were validated.
-    measures = dict(
-        loss=lambda stored, method: final_losses(stored.summary, method),
-        copy=lambda stored, method: copy_gains(stored.summary, method),
-    )
-    for study in studies():
-        measures |= study.NUMBERS
-    for method in (None, *stored.config.validate_as):
-        label = series_label(stored.config, method) if method else series
-        for kind, read in measures.items():
+    for kind, read in measures().items():
+        for method in (None, *stored.config.validate_as):
+            label = series_label(stored.config, method) if method else series
             for key, value in read(stored, method).items():
                 numbers[f"{kind} {place} {key} {label}"] = value
     return numbers
+
+
+def measures() -> dict[str, Callable]:
+    """Return functions from a stored run and a method to {key: number}, by kind of number."""
+    found = {
+        "loss": lambda stored, method: final_losses(stored.summary, method),
+        "copy": lambda stored, method: copy_gains(stored.summary, method),
+    }
+    for study in studies():
+        found |= study.NUMBERS
+    return found
 
 
 def p_values() -> dict[str, float]:
@@ -170,13 +179,7 @@ class Page:
         return "|".join(cells)
 
 
-def make_pages() -> dict[Path, str]:
-    """Return the text of the README and of each page of results/ by its path."""
-    page = Page(all_numbers())
-    paths = [RESULTS.parent / "README.md", *sorted(RESULTS.rglob("*.md"))]
-    return {path: page.fill(path.read_text()) for path in paths}
-
-
 if __name__ == "__main__":
-    for path, text in make_pages().items():
-        replace_text(path, text)
+    page = Page(all_numbers())
+    for path in [RESULTS.parent / "README.md", *sorted(RESULTS.rglob("*.md"))]:
+        replace_text(path, page.fill(path.read_text()))

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from configs.config import config_hash
 from configs.presets import preset
 from configs.runs import Run
 from configs.sweeps import SCALES
-from scripts.shared.looks import NAMES, series_label
+from scripts.shared.looks import named, series_label
 from scripts.shared.runs import StoredRun, single_val_tokens
 from scripts.shared.states import find_stored, run_state
 from scripts.shared.sweeps import all_sweeps, sweep
@@ -77,11 +78,9 @@ class Study:
         None stands for the trained method.
         """
         others = () if self.trained_method_only else run.config.validate_as
-        shown = {}
-        for method in (None, *others):
-            if self.methods is None or (method or run.config.method) in self.methods:
-                shown[series_label(run.config, method)] = method
-        return shown
+        shown = {method or run.config.method: method for method in (None, *others)}
+        chosen = shown.keys() & self.methods if self.methods else shown
+        return {series_label(run.config, name): method for name, method in shown.items() if name in chosen}
 
     def by_seed(self, read: Callable[[dict, str | None], dict]) -> dict[tuple, BySeed]:
         """Return numbers of the finished runs: {(series, key): BySeed}.
@@ -97,11 +96,11 @@ class Study:
 
     @property
     def all_series(self) -> list[str]:
-        """Return the series in the order of NAMES. A method comes before its forms with options."""
+        """Return the series in the order of looks.csv. A method comes before its forms with options."""
         present = dict.fromkeys(series for run in self.runs for series in self.series(run))
-        methods = {series: series.split(" ")[0] for series in present}
-        order = [*NAMES, *methods.values()]
-        return sorted(present, key=lambda series: (order.index(methods[series]), " " in series))
+        methods = [series.split(" ")[0] for series in present]
+        order = [*named(), *methods].index
+        return sorted(present, key=lambda series: (order(series.split(" ")[0]), " " in series))
 
     def drop(self, run: Run, reason: str):
         """Leave a finished run out of the item, and list it as missing."""
@@ -110,12 +109,12 @@ class Study:
 
     def collect(self):
         """Sort the runs into `finished` and `missing`. Finished runs on another text than most are missing, too."""
+        descriptions = {"missing": "not trained", "pretrained": "not fine-tuned"}
         for run in self.runs:
             state, reason, stored = run_state(run, self.stored_runs, self.runs_dir)
             if state == "finished":
                 self.finished.append((run, stored))
             else:
-                descriptions = {"missing": "not trained", "pretrained": "not fine-tuned"}
                 self.missing.append((run.name, descriptions.get(state, f"{state}: {reason}")))
         self.missing.sort(key=lambda missing: missing[1] == "not fine-tuned")  # training comes before fine-tuning
         texts = [text_identity(stored) for _, stored in self.finished]
@@ -126,15 +125,14 @@ class Study:
 
     def add_seeds(self):
         """Add finished runs with other seeds to `runs`, if all else is equal."""
-        hashes = {config_hash(run.config) for run in self.runs}
+        runs = {config_hash(run.config): run for run in self.runs}
         seeds = sorted({stored.config.seed for stored in self.stored_runs if stored.config})
-        for planned, seed in [(run, seed) for run in self.runs for seed in seeds]:
+        for planned, seed in itertools.product(self.runs, seeds):
             run = dataclasses.replace(planned, changes=planned.changes | {"seed": seed})
             stored = find_stored(run, self.stored_runs)
-            fit = stored and stored.summary and not stored.problems and (stored.needle or not run.needle)
-            if config_hash(run.config) not in hashes and fit:
-                hashes.add(config_hash(run.config))
-                self.runs.append(run)
+            if stored and stored.summary and not stored.problems and (stored.needle or not run.needle):
+                runs.setdefault(config_hash(run.config), run)
+        self.runs = [*runs.values()]
 
 
 def text_identity(stored: StoredRun) -> tuple:
@@ -145,11 +143,6 @@ def text_identity(stored: StoredRun) -> tuple:
 def samples(values: dict[tuple, BySeed]) -> dict[tuple, list[float]]:
     """Return the numbers of each key in the order of the runs, without their seeds."""
     return {key: [*by_seed.values()] for key, by_seed in values.items()}
-
-
-def at(values: dict[tuple, BySeed], key) -> dict[str, BySeed]:
-    """Return {series: BySeed} of this key."""
-    return {series: by_seed for (series, other), by_seed in values.items() if other == key}
 
 
 def abbreviate_length(length: int) -> str:

@@ -26,8 +26,10 @@ def table_losses(study: Study, compared: bool = True) -> str:
     losses, lengths = read_losses(study)
     if compared:
         study.sections = compare(study, losses, reference_of(study), lengths, trained_methods(study))
-    text = "Validation loss at the end of training, in nats per token: mean \u00b1 standard error over seeds. Columns: "
-    text += "validation length in tokens (and as a multiple of the training length)."
+    text = (
+        "Validation loss at the end of training, in nats per token: mean \u00b1 standard error over seeds. Columns: "
+        "validation length in tokens (and as a multiple of the training length)."
+    )
     return f"{text}\n\n{make_table(study, {'': losses}, lengths, best=min)}"
 
 
@@ -58,40 +60,48 @@ def read_losses(study: Study) -> tuple[dict, list[int]]:
 
 
 def open_choices(study: Study) -> str:
-    text = "Choices that the paper leaves open, each beside ours: YaRN without scaling (equal to RoPE), p-RoPE in "
-    text += "Barbero's form, LogN of the context length instead of the query's position, ALiBi's slopes in "
-    text += "FlexAttention's form, shorter and longer segments, scale-invariant attention with a_t or m_t alone."
-    return text + "\n\n" + table_losses(study)
+    text = (
+        "Choices that the paper leaves open, each beside ours: YaRN without scaling (equal to RoPE), p-RoPE in "
+        "Barbero's form, LogN of the context length instead of the query's position, ALiBi's slopes in "
+        "FlexAttention's form, shorter and longer segments, scale-invariant attention with a_t or m_t alone."
+    )
+    return f"{text}\n\n{table_losses(study)}"
 
 
 def table_llama(study: Study) -> str:
     """Return the table of Llama 2 7B: the paper's numbers beside our runs of scripts.continue_pretraining."""
+    # 1. The runs that share model, training length and validation text with most runs.
     paths = sorted((study.runs_dir / LLAMA_FOLDER).glob("*/summary.json"))
     rows = {path.parent.name: json.loads(path.read_text()) for path in paths}
     compared = {name: (*(row[key] for key in LLAMA_COMPARED), single_val_tokens(row)) for name, row in rows.items()}
     common = collections.Counter(compared.values()).most_common(1)[0][0] if rows else (PAPER_MODEL, 4096)
+    model, study.base_length, *_ = common
     losses, token_counts = collections.defaultdict(list), set()
     for name, row in rows.items():
         if compared[name] != common:
             study.missing.append((name, f"left out: it has {compared[name]}, most runs have {common}"))
             continue
         options = dict(row["method_options"])
-        if not row["steps"] and row["method"] not in NOT_TRAINED:
+        if row["steps"]:
+            token_counts.add(f"{row['tokens']:,}")
+        elif row["method"] not in NOT_TRAINED:
             options["steps"] = 0
         series = " ".join([row["method"], *(f"{key}={value}" for key, value in options.items())])
-        token_counts |= {f"{row['tokens']:,}"} if row["steps"] else set()
         for length, loss in row["val_loss"].items():
             losses[series, int(length)].append(loss)
-    model, study.base_length, *_ = common
+
+    # 2. The table.
     command = f"python -m scripts.continue_pretraining {PAPER_MODEL} --method METHOD --resume auto"
     found = dict.fromkeys(series for series, _ in losses)
     study.missing += [(series_name(method), f"not trained: run `{command}`") for method in PAPER if method not in found]
     lengths = sorted({length for _, length in losses} | {factor * study.base_length for factor in (1, 4, 16)})
-    text = "Validation loss of Llama 2 7B in nats per token, after continued pretraining at 4k on about 50 M tokens ("
-    text += f"{', '.join(map(series_name, NOT_TRAINED))}: not trained). Columns: validation length in tokens (and as a "
-    text += f"multiple of 4k). Ours: {model} at {study.base_length} on "
-    text += f"{', '.join(sorted(token_counts)) or 'no'} tokens."
-    return f"{text}\n\n{make_table(study, {'': losses}, lengths, best=min, methods=[*dict.fromkeys([*PAPER, *found])])}"
+    text = (
+        "Validation loss of Llama 2 7B in nats per token, after continued pretraining at 4k on about 50 M tokens ("
+        f"{', '.join(map(series_name, NOT_TRAINED))}: not trained). Columns: validation length in tokens (and as a "
+        f"multiple of 4k). Ours: {model} at {study.base_length} on {', '.join(sorted(token_counts)) or 'no'} tokens."
+    )
+    methods = [*dict.fromkeys([*PAPER, *found])]
+    return f"{text}\n\n{make_table(study, {'': losses}, lengths, best=min, methods=methods)}"
 
 
 # ---- parts of all tables ---------------------------------------------------------------------------------------------
@@ -115,65 +125,62 @@ def make_table(
 
     metrics: {label: {(method, length): [one value per seed]}}. best: min or max. methods: rows, if not the study's.
     """
-    paper, trained = paper_targets(study.item), trained_methods(study)
+    paper, trained, columns = paper_targets(study.item), trained_methods(study), {}
     methods = methods or study.all_series
 
-    # 1. The number of seeds of each method.
-    columns, counts = {}, {}  # counts: numbers of seeds by method
-    for method in methods:
-        found = [values.get((method, length), []) for values in metrics.values() for length in lengths]
-        counts[method] = {len(seed_values) for seed_values in found if seed_values} or {0}
-
-    # 2. A column for each length and metric, beside the first metric the paper's.
+    # 1. A column for each length and metric, beside the first metric the paper's.
+    counts = {method: set() for method in methods}  # numbers of seeds
     for length, (label, values) in itertools.product(lengths, metrics.items()):
-        numbers = {method: mean_and_stderr(values.get((method, length), [])) for method in methods}
-        head = f"{study.length_label(length)} {label}".rstrip()
-        columns[head] = mean_cells(numbers, best)
+        found = {method: values.get((method, length), []) for method in methods}
+        columns[f"{study.length_label(length)} {label}".rstrip()] = mean_cells(
+            {method: mean_and_stderr(seed_values) for method, seed_values in found.items()}, best
+        )
+        for method, seed_values in found.items():
+            counts[method] |= {len(seed_values)} - {0}
         ratio = length / study.base_length
         paper_length = round(ratio * PAPER_TRAIN_LENGTH)
-        targets = {method: paper[method, paper_length] for method in methods if (method, paper_length) in paper}
+        targets = {m: format_target(paper[m, paper_length]) for m in methods if (m, paper_length) in paper}
         if targets and label == next(iter(metrics)):
-            head = f"paper {abbreviate_length(paper_length)} ({ratio:g}x)"
-            columns[head] = {method: format_target(target) for method, target in targets.items()}
+            columns[f"paper {abbreviate_length(paper_length)} ({ratio:g}x)"] = targets
     study.notes += table_notes(study, methods, trained, one_seed=any(1 in seeds for seeds in counts.values()))
 
-    # 3. A line for each method.
+    # 2. A line for each method.
     lines = []
     for method in methods:
         name = series_name(method) + ("\u2020" if method in trained else "")
-        least, most = min(counts[method]), max(counts[method])
-        seeds = str(most) if least == most else f"{least}-{most}"  # lengths differ
+        extremes = {min(counts[method], default=0), max(counts[method], default=0)}  # lengths differ
+        seeds = "-".join(map(str, sorted(extremes)))
         lines.append(([name, seeds], {head: cells.get(method, "") for head, cells in columns.items()}))
     return pivot_table(["method", "seeds"], lines, {head: head for head in columns})
 
 
 def table_notes(study: Study, methods: list[str], trained: dict[str, str], one_seed: bool) -> list[str]:
     """Return notes for the reader of a table. trained: see trained_methods. one_seed: a number is from one seed."""
-    notes, same_weights = [], collections.defaultdict(list)
+    # 1. The notes on some methods.
+    same_weights, paper = collections.defaultdict(list), paper_targets(study.item)
     for method in methods:
         if method in trained:
             same_weights[trained[method]].append(series_name(method))
-    if same_weights:
-        same = "; ".join(f"{' and '.join(names)}: weights of {series_name(m)}" for m, names in same_weights.items())
-        notes.append(
-            f"\u2020 {same}. These methods are equal up to the training length. So each seed is trained once, and "
-            "validated with each of them."
-        )
-    notes += paper_remarks(paper_targets(study.item), methods)
-    if preset(SCALES[study.scale].base).position_scale != 1:
-        notes.append(
-            "Unless a row says otherwise, \u03c4 is 10 tokens, and rotary bases and ALiBi's 1/slope scale with the "
-            "training length."
-        )
-    if study.scale != "paper":
-        notes.append(
-            f"Scale `{study.scale}` is not the paper's: another model or training length, fewer tokens, another text. "
-            + "Paper columns match ours by multiple of the training length. " * bool(paper_targets(study.item))
-            + "Compare the order of the methods and the change beyond 1x, not the numbers."
-        )
-    if one_seed:
-        notes.append("\u00b1 n/a: one seed has no standard error.")
-    return notes
+    same = "; ".join(f"{' and '.join(names)}: weights of {series_name(m)}" for m, names in same_weights.items())
+    first = (
+        f"\u2020 {same}. These methods are equal up to the training length. So each seed is trained once, and "
+        "validated with each of them."
+    )
+
+    # 2. The notes on the whole table.
+    scaled = (
+        "Unless a row says otherwise, \u03c4 is 10 tokens, and rotary bases and ALiBi's 1/slope scale with the "
+        "training length."
+    )
+    matched = "Paper columns match ours by multiple of the training length. " if paper else ""
+    other_scale = (
+        f"Scale `{study.scale}` is not the paper's: another model or training length, fewer tokens, another text. "
+        f"{matched}Compare the order of the methods and the change beyond 1x, not the numbers."
+    )
+    notes = {scaled: preset(SCALES[study.scale].base).position_scale != 1, other_scale: study.scale != "paper"}
+    notes["\u00b1 n/a: one seed has no standard error."] = one_seed
+    general = [note for note, holds in notes.items() if holds]
+    return [first] * bool(same) + paper_remarks(paper, methods) + general
 
 
 # ---- the paper's own numbers, beside ours ----------------------------------------------------------------------------
@@ -184,13 +191,13 @@ def paper_targets(table: str) -> dict[tuple[str, int], dict]:
 
     A target has mean, stderr, seeds, note, and a remark if the number is odd. Values absent in the paper are None.
     """
-    kinds, targets = dict(mean=float, stderr=float, seeds=int, note=str, remark=str), {}
+    kinds, targets = {"mean": float, "stderr": float, "seeds": int}, {}
     with open(Path(__file__).with_name("paper_targets.csv"), newline="") as file:
         for row in csv.DictReader(file):
+            numbers = {key: kind(row[key]) if row[key] else None for key, kind in kinds.items()}
             if row["table"] == table:
-                absent = {key: None for key in ("mean", "stderr", "seeds") if not row[key]}
-                target = {key: kind(row[key]) for key, kind in kinds.items() if key not in absent}
-                targets[row["method"], int(row["val_length"])] = target | absent
+                others = {key: row[key] for key in ("note", "remark")}
+                targets[row["method"], int(row["val_length"])] = numbers | others
     return targets
 
 

@@ -70,16 +70,16 @@ def iid_entropy(
     """
     generator, samples = torch.Generator().manual_seed(seed), defaultdict(list)
     for length in lengths:
-        schemes = dict(
-            none=(1.0, 0.0),
-            logn=(logn_scale * math.log(length), 0.0),
-            scale_invariant=coefficients(torch.arange(length), tau=tau),
-        )
+        schemes = {
+            "none": (1.0, 0.0),
+            "logn": (logn_scale * math.log(length), 0.0),
+            "scale_invariant": coefficients(torch.arange(length), tau=tau),
+        }
         for scores in gaussian_scores(draws, length, generator):
             for scheme, (a, m) in schemes.items():
                 for quantity, values in attention_statistics(a * scores + m).items():
                     samples[scheme, length, quantity] += values.tolist()
-    return summarise(samples, "scheme", "length", "quantity", count="samples")
+    return summarise(samples, "scheme", "length", "quantity")
 
 
 def iid_range_entropy(
@@ -99,4 +99,4 @@ def iid_range_entropy(
             for factor in factors:
                 within = logits[:, : start * (factor - 1)]
                 samples[start, factor] += entropy(within.log_softmax(dim=-1)).tolist()
-    return summarise(samples, "start", "factor", count="samples")
+    return summarise(samples, "start", "factor")

@@ -1,4 +1,4 @@
-"""Command-line options that choose runs, for sweep and reproduce."""
+"""Command lines: the parser of all commands, and the options that choose runs, for sweep and reproduce."""
 
 import argparse
 from pathlib import Path
@@ -9,13 +9,28 @@ from configs.sweeps import SCALES
 from errors import require
 
 
-def add_run_options(parser: argparse.ArgumentParser, runs_dir: Path | None = Path("runs")):
+class Parser(argparse.ArgumentParser):
+    """Reads the arguments of a command. about: what --help prints, the command's docstring."""
+
+    def __init__(self, prog: str, about: str):
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=about, formatter_class=layout, allow_abbrev=False)
+
+    def add_device(self):
+        self.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+
+    def add_runs(self):
+        self.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+
+
+def add_run_options(parser: Parser, runs_dir: Path | None = Path("runs")):
     """Add the options that choose runs of a sweep. runs_dir: the default of --runs-dir."""
-    parser.add_argument("--scale", choices=SCALES, help="size of models and texts (default: paper)")
-    parser.add_argument("--seeds", nargs="+", type=int, help="seeds (default: the seeds of the scale)")
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="only these methods")
-    parser.add_argument("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="changed needle-task settings")
-    parser.add_argument("--runs-dir", type=Path, default=runs_dir, help="folder of the run folders (default: runs)")
+    add = parser.add_argument
+    add("--scale", choices=SCALES, help="size of models and texts (default: paper)")
+    add("--seeds", nargs="+", type=int, help="seeds (default: the seeds of the scale)")
+    add("--methods", nargs="+", metavar="METHOD", help="only these methods")
+    add("--needle", nargs="+", default=[], metavar="KEY=VALUE", help="changed needle-task settings")
+    add("--runs-dir", type=Path, default=runs_dir, help="folder of the run folders (default: runs)")
 
 
 def field_changes(preset: str, arguments: list[str]) -> dict:

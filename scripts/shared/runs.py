@@ -22,9 +22,6 @@ from runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
 from runtime.device import compute_dtype
 from runtime.metrics import read_metrics
 
-# Exceptions that a damaged file can raise.
-DAMAGE = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, OSError, RecursionError)
-
 
 @dataclasses.dataclass(frozen=True)
 class StoredRun:
@@ -51,13 +48,11 @@ class StoredRun:
         """Return the scores on the needle task, or None without scores."""
         return self.line.get("needle") if self.line else read_object(self.path / "needle/summary.json")
 
-    def metrics(self) -> list[dict]:
-        return read_metrics(path) if (path := self.path / "metrics.jsonl").exists() else []
-
     def validations(self) -> list[dict]:  # raises ValueError for a damaged line
         if self.line:
             return [{"val_tokens": self.line["val_tokens"]} | record for record in self.line["curve"]]
-        return [record for record in self.metrics() if "val_loss" in record]
+        path = self.path / "metrics.jsonl"
+        return [record for record in read_metrics(path) if "val_loss" in record] if path.exists() else []
 
     def last(self, field: str):
         """Return this field of the last validation that has it, or None."""
@@ -128,7 +123,7 @@ def read_run(path: Path) -> StoredRun:
                 data = value
             elif summary:
                 summary = with_evaluation(summary, value)
-        except DAMAGE as error:
+        except Exception as error:  # a damaged file can raise any
             problems.append(f"{path / name} is damaged ({error}). Delete it.")
     return StoredRun(path, config, summary, data, tuple(problems))
 
@@ -138,7 +133,7 @@ def stored_config(path: Path) -> Config:
     require((path / "config.json").exists(), f"{path} has no config.json. Name a run folder.")
     try:
         return config_of(json.loads((path / "config.json").read_text()))
-    except DAMAGE as error:
+    except Exception as error:  # a damaged file can raise any
         raise UserError(f"{path}/config.json is damaged ({error}). Restore it, or delete the folder.") from error
 
 

@@ -15,10 +15,7 @@ def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None)
     data: fingerprint of the training text. A stored run on another text does not count. None: any text.
     """
     identity = config_hash(run.config)
-    same = []
-    for stored in stored_runs:
-        if stored.identity == identity and data in (None, stored.text or data):
-            same.append(stored)
+    same = (each for each in stored_runs if each.identity == identity and data in (None, each.text or data))
     return max(same, key=lambda stored: (stored.summary is not None, stored.path.name == run.name), default=None)
 
 
@@ -38,16 +35,18 @@ def run_state(
     if same_name and not stored:
         differences = describe_differences(run.config, same_name.config) or f"the text in {run.config.data_dir}"
         return "other", f"{path} is another run ({differences}). Rename it, or use another --runs-dir.", None
-    state = stored_state(stored) if stored else "failed" if failures(path) else "missing"
-    if state == "finished" and run.needle:
-        return *needle_state(stored, run.needle), stored
-    if state == "failed":
-        return state, f"{path}: {failures(path)[-1]}", stored
-    return state, "" if state == "missing" else str(path), stored
+    if stored and stored.summary:
+        return *(needle_state(stored, run.needle) if run.needle else ("finished", str(path))), stored
+    if stored and is_running(path):
+        return "running", str(path), stored
+    if failed := failures(path):
+        return "failed", f"{path}: {failed[-1]}", stored
+    return *(("interrupted", str(path)) if stored else ("missing", "")), stored
 
 
 def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
     """Return the state of a trained run's fine-tuning on the needle task, and the reason. States: see run_state."""
+    # 1. Is it this fine-tuning?
     path = stored.path / "needle"
     if is_running(path):
         return "running", str(path)
@@ -60,20 +59,15 @@ def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
     changed = [f"{key} {found[key]}, not {value}" for key, value in wanted.items() if found.get(key, value) != value]
     if changed:
         return "other", f"{path} is another fine-tuning ({', '.join(changed)}). Delete it to fine-tune again."
+
+    # 2. Is it scored at all lengths, with all methods?
     lengths = {str(length) for length in needle.lengths(stored.config.train_length)}
     by_method = [scores, *(scores.get("as", {}).get(method, {}) for method in stored.config.validate_as)]
     if all(lengths <= {*method_scores.get("greedy", ())} for method_scores in by_method):
         return "finished", str(stored.path)
-    if failures(stored.path):
-        return "failed", f"{stored.path}: {failures(stored.path)[-1]}"
+    if failed := failures(stored.path):
+        return "failed", f"{stored.path}: {failed[-1]}"
     return ("interrupted", str(path)) if found else ("pretrained", "")
-
-
-def stored_state(stored: StoredRun) -> str:
-    """Return the state of a stored run: finished, running, failed or interrupted."""
-    if stored.summary is not None:
-        return "finished"
-    return "running" if is_running(stored.path) else "failed" if failures(stored.path) else "interrupted"
 
 
 def failures(path: Path) -> list[str]:

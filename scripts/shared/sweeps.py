@@ -5,7 +5,7 @@ A study of ours is a folder results/NAME. Its file study.py has
     SCALE     the default of --scale for its sweeps and items. "": they are for every scale.
     SWEEPS    {name: function from a Scale to a list of Runs}
     ITEMS     {name: function from a scripts.reproduce.study.Study to Markdown}: tables and figures
-    TESTS     {name of an item: function from a Study to a list of PairedTests}: tests that were fixed before their runs
+    TESTS     {name of an item: function from a Study to PairedTests (results/paired.py)}, fixed before their runs
     NUMBERS   {kind: function from a stored run and a method to {key: number}}: further numbers for pages
 
 The paper's sweeps are in configs/sweeps.py.
@@ -20,7 +20,7 @@ from types import ModuleType
 
 from configs.config import config_hash, with_changes
 from configs.presets import preset
-from configs.runs import Needle, Run
+from configs.runs import Run
 from configs.sweeps import PAPER_SWEEPS, SCALES, Scale
 from errors import did_you_mean, require
 
@@ -90,24 +90,21 @@ def sweep(
 
 def with_settings(scale: Scale, seeds: list[int] | None, needle: dict) -> Scale:
     """Return the scale with other seeds and with changed settings of the needle task."""
-    settings = dataclasses.asdict(scale.needle)
+    settings = vars(scale.needle)
     unknown = needle.keys() - settings
     require(not unknown, f"unknown needle setting {', '.join(map(repr, unknown))}. There are: {', '.join(settings)}")
-    scale = dataclasses.replace(scale, needle=Needle(**settings | needle))
+    scale = dataclasses.replace(scale, needle=dataclasses.replace(scale.needle, **needle))
     return dataclasses.replace(scale, seeds=tuple(seeds), once=tuple(seeds)) if seeds else scale
 
 
 def add_changes(name: str, run: Run, changes: dict) -> Run:
     """Return the run with the changes that differ from its preset. Raise ValueError for a field that the sweep sets."""
     for field in changes.keys() & run.changes.keys():
-        instruction = dict(seed="Use --seeds.", method="Use --methods.").get(field, "Leave it out.")
+        instruction = {"seed": "Use --seeds.", "method": "Use --methods."}.get(field, "Leave it out.")
         same = changes[field] == run.changes[field]
         require(same, f"--{field}: sweep {name} sets it to {run.changes[field]!r} in a run. {instruction}")
     base = preset(run.preset)
     scaled = with_changes(base, {"steps": changes.get("steps", base.steps)})  # other fields scale with steps
-    added = {}
-    for field, value in changes.items():
-        default = getattr(base if field == "steps" else scaled, field)
-        if value != default:
-            added[field] = value
+    defaults = vars(scaled) | {"steps": base.steps}
+    added = {field: value for field, value in changes.items() if value != defaults[field]}
     return dataclasses.replace(run, changes=added | run.changes)

@@ -11,13 +11,13 @@ def loss_table(results: list[dict]) -> str:
     The rise is the loss at the longest length minus the loss at the shortest.
     results: dicts with name, train_length (tokens) and val_loss {length: nats a token}."""
     lengths = sorted({int(length) for r in results for length in r["val_loss"]})
-    train_length = results[0]["train_length"]
-    same_for_all = all(r["train_length"] == train_length for r in results)
-    heads = [f"{n} ({n / train_length:g}x)" if same_for_all else str(n) for n in lengths]
-    rows = [["run", *heads, f"{lengths[-1]} - {lengths[0]}"]]
+    train_length, *others = {r["train_length"] for r in results}
+    heads = [str(n) if others else f"{n} ({n / train_length:g}x)" for n in lengths]
+    first, last = lengths[0], lengths[-1]
+    rows = [["run", *heads, f"{last} - {first}"]]
     for r in results:
         loss = {int(length): value for length, value in r["val_loss"].items()}
-        rise = f"{loss[lengths[-1]] - loss[lengths[0]]:+.3f}" if {lengths[0], lengths[-1]} <= loss.keys() else ""
+        rise = f"{loss[last] - loss[first]:+.3f}" if {first, last} <= loss.keys() else ""
         rows.append([r["name"], *(f"{loss[n]:.3f}" if n in loss else "" for n in lengths), rise])
     return markdown_table(rows)
 
@@ -42,12 +42,12 @@ def pivot_table(heads: list[str], lines: Iterable[tuple[list[str], dict]], colum
     return markdown_table([[*heads, *columns.values()], *body])
 
 
-def summarise(samples: dict[tuple, list[float]], *names: str, count: str = "seeds") -> list[dict]:
-    """Return a dict for each key: the key's parts under `names`, mean, stderr, and the sample size under `count`."""
+def summarise(samples: dict[tuple, list[float]], *names: str) -> list[dict]:
+    """Return a dict for each key: the key's parts under `names`, mean, stderr, and the sample size under "seeds"."""
     rows = []
     for key, values in samples.items():
-        mean, stderr = mean_and_stderr(values)
-        rows.append(dict(zip(names, key)) | {"mean": mean, "stderr": stderr, count: len(values)})
+        row = zip((*names, "mean", "stderr", "seeds"), (*key, *mean_and_stderr(values), len(values)))
+        rows.append(dict(row))
     return rows
 
 

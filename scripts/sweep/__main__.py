@@ -22,7 +22,7 @@ from errors import exit_on_user_error, require
 from model.methods.names import canonical_name
 from runtime.build import resolve
 from runtime.processes import read_launch
-from scripts.shared.arguments import add_run_options, field_changes, key_values
+from scripts.shared.arguments import Parser, add_run_options, field_changes, key_values
 from scripts.shared.runs import data_fingerprint, read_runs
 from scripts.shared.states import run_state
 from scripts.shared.sweeps import all_sweeps, home_of, sweep
@@ -58,18 +58,16 @@ def main(argv: list[str] | None = None):
 def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of this command, and the other arguments, which are fields of train_gpt.py."""
     about = f"{__doc__}\nSweeps: all, {', '.join(all_sweeps())}.\nScales: {', '.join(SCALES)}."
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.sweep", description=about, formatter_class=raw, allow_abbrev=False
-    )
-    parser.add_argument("sweep", metavar="SWEEP")
+    parser = Parser("python -m scripts.sweep", about)
+    add = parser.add_argument
+    add("sweep", metavar="SWEEP")
     add_run_options(parser)
-    parser.add_argument("--jobs", type=int, help="runs at a time (default: one a GPU; without GPUs, one a core)")
-    parser.add_argument("--gpus-per-run", type=int, default=1, help="GPUs of one run, used by torchrun (default: 1)")
-    parser.add_argument("--retries", type=int, default=2, help="most restarts of a failed run (default: 2)")
-    parser.add_argument("--dry-run", action="store_true", help="print the state of each run, and start none")
+    add("--jobs", type=int, help="runs at a time (default: one a GPU; without GPUs, one a core)")
+    add("--gpus-per-run", type=int, default=1, help="GPUs of one run, used by torchrun (default: 1)")
+    add("--retries", type=int, default=2, help="most restarts of a failed run (default: 2)")
+    add("--dry-run", action="store_true", help="print the state of each run, and start none")
     slurm = "submit each run to Slurm with these options of sbatch; time is in minutes"
-    parser.add_argument("--slurm", nargs="*", metavar="KEY=VALUE", help=slurm)
+    add("--slurm", nargs="*", metavar="KEY=VALUE", help=slurm)
     return parser.parse_known_args(argv)
 
 

@@ -35,24 +35,29 @@ class Attempt:
     """
 
     def __init__(self, run: Run, environment: dict[str, str], processes: int, program: Sequence[str]):
-        self.run, self.environment = run, environment
+        # 1. The command.
+        self.run, self.environment, self.folder = run, environment, run.path
         self.fine_tunes = run.needle is not None and (run.path / "summary.json").exists()
+        command = [*(program or [str(ROOT / "train_gpt.py")]), *run.arguments]
+        if processes > 1:
+            command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *command]
         if self.fine_tunes:
             self.folder = run.path / "needle"
             machine = ["--device", run.config.device, "--compile", run.config.compile]
             command = ["-m", "scripts.needle", str(run.path), *run.needle.arguments, *machine]
-        else:
-            self.folder = run.path
-            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-            command = [*(torchrun if processes > 1 else []), *(program or [str(ROOT / "train_gpt.py")]), *run.arguments]
+
+        # 2. The process.
         for mark in ("interrupted", "failed"):  # of an earlier attempt
             (self.folder / mark).unlink(missing_ok=True)
         with open_no_symlink(sidecar(run.path, ".log"), "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *command], env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=log,
+                [sys.executable, *command],
+                env=os.environ | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C must reach only the sweep, which then lets its runs save
-            )  # fmt: skip
+            )
 
 
 def record_outcome(path: Path, locked: Path, code: int) -> str:
@@ -77,14 +82,19 @@ def record_outcome(path: Path, locked: Path, code: int) -> str:
 
 
 def train(
-    runs: list[Run], at_once: int | None = None, gpus_per_run: int = 1, retries: int = 2, signals: tuple = SIGNALS,
+    runs: list[Run],
+    at_once: int | None = None,
+    gpus_per_run: int = 1,
+    retries: int = 2,
+    signals: tuple = SIGNALS,
     program: Sequence[str] = (),
-):  # fmt: skip
+):
     """Train and fine-tune the runs, each on its own GPUs or on its share of the cores.
 
     A failed run is retried, and does not stop the others. One of the signals stops all runs and ends the process with
     exit code 130. Raise ValueError for too few GPUs.
     """
+    # 1. Devices and signals.
     if not runs:
         return
     require(at_once is None or at_once >= 1, f"--jobs {at_once} would start no run. Use 1 or more.")
@@ -92,6 +102,8 @@ def train(
     for number in signals:
         if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
             signal.signal(number, stop)
+
+    # 2. Start runs where there is room, and read how they ended.
     waiting, running, failures_of = collections.deque(runs), [], collections.Counter()
     bar = tqdm(total=len(runs), unit="run", desc=f"{min(len(free), len(runs))} runs at a time", disable=None)
     try:
@@ -141,11 +153,11 @@ def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> li
     # 1. The GPUs of this process.
     on_cpu = all(run.config.device == "cpu" for run in runs)
     count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = named.split(",")[:count] if named else [str(i) for i in range(count)]
-    if on_cpu:
-        gpus = []
-    fits = gpus_per_run >= 1 and (on_cpu or gpus_per_run <= max(1, len(gpus)))
-    require(fits, f"--gpus-per-run {gpus_per_run} does not fit {len(gpus)} GPUs. Use at most {max(1, len(gpus))}.")
+    gpus = named.split(",") if named else [*map(str, range(count))]
+    gpus = [] if on_cpu else gpus[:count]
+    most = max(1, len(gpus))
+    fits = gpus_per_run >= 1 and (on_cpu or gpus_per_run <= most)
+    require(fits, f"--gpus-per-run {gpus_per_run} does not fit {len(gpus)} GPUs. Use at most {most}.")
 
     # 2. Groups of GPUs, which more runs than groups share.
     if gpus:

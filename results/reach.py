@@ -31,5 +31,5 @@ def draw_reach(study: Study, looks: dict[str, dict]):
     ):
         rows = summarise(samples(study.by_seed(read)), "series", "tokens")
         lines = row_lines(sorted(rows, key=lambda row: row["tokens"]), "series", "tokens", looks)
-        panels.append(Panel(title, lines, dict(xlabel=xlabel), study.base_length))
+        panels.append(Panel(title, lines, {"xlabel": xlabel}, study.base_length))
     draw_panels(study.figure_path(), [panels], x="", y="nats a token", log=2)
