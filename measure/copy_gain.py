@@ -97,7 +97,11 @@ def measure_copy_gain(losses: Losses, stream: TokenStream, gaps: Sequence[int], 
     return result
 
 
-def recovery(gains: dict[str, float], errors: dict[str, float], train_length: int) -> dict[str, tuple[float, float]]:
+def recovery(
+    gains: dict[str, float],
+    errors: dict[str, float],
+    train_length: int,
+) -> dict[str, tuple[float, float]]:
     """Return copy gain beyond the training length over copy gain within it, and its standard error, by gap.
 
     gains, errors: copy_gain and copy_gain_error of one kind, by gap. The copies at the longest gap whose sequence fits

@@ -61,9 +61,17 @@ class Settings(Config):
 
 
 DEFAULTS = Settings(
-    data_dir="data/fineweb_llama2", batch_tokens=65_536, micro_batch_tokens=8192, val_tokens=2_097_152, val_every=0,
-    runs_dir="runs/continued", save_every=200, keep=1, group="continued", cooldown_steps=0,
-)  # fmt: skip
+    data_dir="data/fineweb_llama2",
+    batch_tokens=65_536,
+    micro_batch_tokens=8192,
+    val_tokens=2_097_152,
+    val_every=0,
+    runs_dir="runs/continued",
+    save_every=200,
+    keep=1,
+    group="continued",
+    cooldown_steps=0,
+)
 
 
 def main(argv: list[str] | None = None):
@@ -128,9 +136,14 @@ def read_settings(arguments: list[str]) -> Settings:
     problem = f"{name} has {config.vocab_size} tokens in its vocabulary, but shards store 16-bit tokens"
     require(config.vocab_size <= 2**16, f"{problem}. Use another model.")
     return dataclasses.replace(
-        DEFAULTS, vocab_size=config.vocab_size, num_layers=config.num_hidden_layers, model=name,
-        num_heads=config.num_attention_heads, model_dim=config.hidden_size, **fields,
-    )  # fmt: skip
+        DEFAULTS,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        model=name,
+        num_heads=config.num_attention_heads,
+        model_dim=config.hidden_size,
+        **fields,
+    )
 
 
 def check_tokenizer(config: Settings):

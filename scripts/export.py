@@ -133,11 +133,20 @@ def model_card(run: StoredRun, step: int, parameters: int) -> str:
         row = {"name": run.path.name, "train_length": config.train_length, "val_loss": run.summary["val_loss"]}
         losses = f"nats a token, by length of the text.\n\n{loss_table([row])}"
     return CARD.format(
-        name=run.path.name, method=config.method, options=json.dumps(config.method_options),
-        parameters=parameters, length=config.train_length, losses=losses, data=Path(config.data_dir).name,
-        fingerprint=run.text or "unknown", tokenizer=run.data["tokenizer"], step=step, steps=config.steps,
-        tokens=step * config.batch_tokens, commit=", ".join(run.logged("commit")),
-    )  # fmt: skip
+        name=run.path.name,
+        method=config.method,
+        options=json.dumps(config.method_options),
+        parameters=parameters,
+        length=config.train_length,
+        losses=losses,
+        data=Path(config.data_dir).name,
+        fingerprint=run.text or "unknown",
+        tokenizer=run.data["tokenizer"],
+        step=step,
+        steps=config.steps,
+        tokens=step * config.batch_tokens,
+        commit=", ".join(run.logged("commit")),
+    )
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def test_attention_reports_right_variants_and_refuses_a_planted_fault(tmp_path, 
     assert {"command", "machine", "commit"} <= record.keys()
     assert {name: result.split(":")[0] for name, result in record["gate"].items()} == {
         "sdpa:plain": "passed", "wrong:si": "refused", "flex_flash:si": "not run", "blocks:si": "passed"
-    }  # fmt: skip
+    }
     assert [entry["kind"] for entry in record["times"]] == ["forward", "both"]
     for entry, text in zip(record["times"], page.split("###")[1:], strict=True):
         rows = [line.split("|") for line in text.splitlines() if line.startswith("| ")][1:]
@@ -196,7 +196,7 @@ def test_step_reports_its_measurements(tmp_path, capsys):
     ("step quickstart p_rope p_rope/batch_tokens=512 --device cpu", "batch_tokens"),
     ("step quickstart --rounds 0 --device cpu", "--rounds"),
     ("step quickstart --wide 1", "--wide"),
-])  # fmt: skip
+])
 def test_a_mistake_is_exit_code_2_and_names_the_field(arguments, field, capsys):
     assert exit_code(bench.main, arguments.split()) == 2
     message = capsys.readouterr().err

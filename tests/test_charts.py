@@ -48,8 +48,12 @@ def test_panels_draw_the_numbers_of_the_record():
     )
     longest = [[1, 5.0], [2, 4.0], [4, 3.5], [8, 3.0]]
     assert lines(draw_positions, record) == [[[1, 5.0], [2, 4.0], [4, 3.0]], longest]
-    assert lines(draw_copy_gain, record)[:2] == [[[8, 2.0], [64, -1.0]], [[8, 0.5], [64, 0.25]]]
-    assert lines(draw_layers, record) == [[[0, 3.0], [1, 4.0]], [[0, 1.0], [1, 2.0]]]
+    random, text, _ = lines(draw_copy_gain, record)
+    assert random == [[8, 2.0], [64, -1.0]]
+    assert text == [[8, 0.5], [64, 0.25]]
+    largest, entropies = lines(draw_layers, record)
+    assert largest == [[0, 3.0], [1, 4.0]]
+    assert entropies == [[0, 1.0], [1, 2.0]]
     height, width, colours = draw_validation(record).shape
     assert width > 3 * height and colours == 3
     less = {key: value for key, value in record.items() if key in ("tokens", "val_loss_by_position")}

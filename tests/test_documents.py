@@ -24,7 +24,8 @@ def by_counting(inputs, token):
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
 def test_own_context_counts_from_the_document_token_or_the_first_token(share):
-    inputs = np.random.default_rng(3).choice([7, 5], p=[share, 1 - share], size=(4, 50)).astype("uint16")
+    generator = np.random.default_rng(3)
+    inputs = generator.choice([7, 5], p=[share, 1 - share], size=(4, 50)).astype("uint16")
     assert own_context(inputs, 7).tolist() == [by_counting(row, 7) for row in inputs]
 
 

@@ -47,7 +47,7 @@ def own_imports(path):
 def test_the_code_does_not_grow():
     """A reader has one evening. Lines may grow, because a reader reads lines."""
     assert count(MODULES.values()) <= 96_250
-    assert count(TESTS) <= 112_800
+    assert count(TESTS) <= 106_100
     assert [path for path in MODULES.values() if ROOT / "model" not in path.parents and count([path]) > 2_450] == []
     assert len([path for path in (ROOT / "results").rglob("*") if path.is_file()]) <= 100
 
@@ -55,8 +55,8 @@ def test_the_code_does_not_grow():
 def test_a_line_is_one_step_of_thought():
     paths = [*MODULES.values(), *TESTS]
     dense = [f"{path}:{line}" for path in paths for line, tokens in tokens_by_line(path).items() if tokens >= 35]
-    assert len(dense) <= 132, dense
-    assert sum(path.read_text().count("# fmt" ": skip") for path in paths) <= 39
+    assert dense == []
+    assert sum(path.read_text().count("# fmt" ": skip") for path in paths) <= 5
 
 
 def test_the_training_step_is_visible():

@@ -80,7 +80,7 @@ def test_numbers_are_filled_in_place():
 def test_names_lead_to_the_lines_of_the_runs(page):
     ours = [line for line in json_lines("taught/runs.jsonl") if (line["method"], line["method_options"]) == (SI, {})]
     needles = [line["needle"]["greedy"]["1024"] for line in json_lines("mini/runs.jsonl")
-               if (line["preset"], line["method"], line["method_options"]) == ("mini", SI, {})]  # fmt: skip
+               if (line["preset"], line["method"], line["method_options"]) == ("mini", SI, {})]
     assert len(ours) == 5 and len(needles) == 3
     for name, values in {
         "loss taught 4096 SI": [line["val_loss"]["4096"] for line in ours],

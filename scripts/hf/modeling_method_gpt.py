@@ -62,10 +62,15 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, past_key_values: DynamicCache | None = None,
-        use_cache: bool | None = None, labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        use_cache: bool | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
         target_length: int | None = None,
-    ) -> CausalLMOutputWithPast:  # fmt: skip
+    ) -> CausalLMOutputWithPast:
         """Return the float32 logits of the last logits_to_keep positions (0: all), (B, positions, vocabulary).
 
         input_ids (B, T) follow the tokens in past_key_values. attention_mask must be all 1. labels: (B, T), with -100
