@@ -156,11 +156,20 @@ def compile_model(model: GPT, config: Config, world: World) -> nn.Module:
         return model
 
     # 3. Compile.
-    torch._dynamo.config.recompile_limit = 32  # shapes: training, every validation length, incomplete last batches
+    torch._dynamo.config.recompile_limit = 8 + compilations(config)
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # a silent fallback to eager mode would be slow
     for block in model.blocks:
         block.compile(dynamic=False)
     return torch.compile(model, dynamic=False)
+
+
+def compilations(config: Config) -> int:
+    """Return how often a run compiles at most: for each length, full and incomplete micro-batches.
+
+    A method of validate_as has other tables, for which the compiler starts again.
+    """
+    methods = 1 + len(config.validate_as)
+    return 2 * (len({*config.train_lengths}) + methods * len({*config.val_lengths}))
 
 
 def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plan]:
