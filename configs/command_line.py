@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import os
 import sys
 from collections.abc import Collection
 from contextlib import suppress
@@ -81,6 +82,8 @@ def value_options(kind: type) -> dict:
         return dict(nargs=count, type=parts[0], metavar=parts[0].__name__.upper())
     if get_origin(kind) is dict:
         return dict(nargs="*", metavar="NAME VALUE")
+    if kind is str:  # no shell expands the ~ of --runs_dir=~/runs, or of an argument from a file
+        return dict(type=os.path.expanduser, metavar="STR")
     return dict(type=kind, metavar=kind.__name__.upper())
 
 

@@ -9,6 +9,7 @@ from commands import exit_code, fails, refuses, table
 from test_methods import NAMES
 
 import train_gpt
+from configs.command_line import read_config
 from configs.config import NOT_HASHED, Config, config_hash
 from configs.presets import PRESETS, preset
 from data.loader import micro_batch_size
@@ -254,3 +255,9 @@ def test_help_lists_every_field_and_without_a_preset_the_presets(capsys):
     assert all(name in output for name in (*PRESETS, *METHODS, *map("--{}".format, FIELDS)))
     assert re.search(r"--keep\b[^(]*\(default: 2\)", output)
     assert re.search(r"--adam_betas\b[^(]*\(default: 0.9 0.95\)", output)
+
+
+@pytest.mark.parametrize("arguments", [["--runs_dir=~/runs"], ["--runs_dir", "~/runs"]])
+def test_a_path_may_begin_at_the_home_folder(arguments, monkeypatch):
+    monkeypatch.setenv("HOME", "/the/home")
+    assert read_config(["quickstart", *arguments]).runs_dir == "/the/home/runs"

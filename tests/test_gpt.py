@@ -212,6 +212,7 @@ def test_compiled_blocks_compute_the_losses_of_the_model_whose_weights_they_shar
     assert stats["unique_graphs"] == 2  # a length, for all blocks
 
 
+@pytest.mark.slow
 def test_many_lengths_and_incomplete_micro_batches_stay_within_the_limit_of_compilations(monkeypatch):
     by_inductor = torch.compile
     monkeypatch.setattr("torch.compile", lambda *model, **options: by_inductor(*model, backend="eager", **options))
