@@ -81,12 +81,14 @@ def start_mirror(mode: str, *, folder: Path, run_id: str | None = None, **option
     "tokens" of each record is the horizontal axis of the charts. Raise ValueError if wandb does not start.
     """
     # 1. Choose the mode.
-    if mode == "trackio":
-        return TrackioRun(**options)
     if mode == "online":
         mode = os.environ.get("WANDB_MODE", mode)
     if mode in ("off", "disabled"):
         return None
+    # Charts need matplotlib, which by default keeps its list of fonts in HOME.
+    os.environ.setdefault("MPLCONFIGDIR", str(folder / "wandb" / "matplotlib"))
+    if mode == "trackio":
+        return TrackioRun(**options)
 
     # 2. Set what wandb reads from the environment.
     # By default, even an offline run sends error reports to the wandb company (seen in wandb 0.31).

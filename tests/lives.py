@@ -193,7 +193,7 @@ def install(fault):
 
     patch("batch", TrainLoader, "__next__")
     patch("step", Optimizers, "step")
-    patch("validation", Validation, "mean_losses")
+    patch("validation", Validation, "token_losses")
     patch("log", run_folder, "append")
     patch("metrics", metrics, "append")
     patch("comparison", run, "require_same_parameters")

@@ -80,7 +80,7 @@ def test_a_planted_fault_is_found(fault, tmp_path, long):
     if not long and fault != "a write behind the end":
         pytest.skip("with --long")
     kind, message, good, bad = PLANTED[fault]
-    for name in ("model", "tests"):
+    for name in ("configs", "model", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
         shutil.copy(path, tmp_path)

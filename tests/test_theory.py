@@ -55,7 +55,7 @@ def test_iid_entropy_follows_the_papers_formulas(tau):
         for quantity in statistics[0]:
             values = [one[quantity] for one in statistics]
             row = rows.pop((scheme, length, quantity))
-            found = [row["mean"], row["stderr"], row["samples"]]
+            found = [row["mean"], row["stderr"], row["seeds"]]
             assert found == pytest.approx([np.mean(values), stats.sem(values), draws], rel=1e-10)
     assert not rows
 
@@ -76,7 +76,7 @@ def test_entropies_of_ranges_of_distances_follow_the_papers_formula(scaled):
             logits = scale_invariant(logits, 4.0, start)
         for factor in (3, 5):
             values = [literal_statistics(each)["entropy"] for each in logits[:, : start * (factor - 1)]]
-            expected = dict(start=start, factor=factor, mean=np.mean(values), stderr=stats.sem(values), samples=6)
+            expected = dict(start=start, factor=factor, mean=np.mean(values), stderr=stats.sem(values), seeds=6)
             assert next(rows) == pytest.approx(expected, rel=1e-10)
 
 
