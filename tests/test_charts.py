@@ -2,7 +2,7 @@
 
 import pytest
 import wandb
-from commands import succeeds
+from commands import python, succeeds
 from matplotlib import image
 from matplotlib.figure import Figure
 from tiny_run import arguments, train_tiny_run
@@ -13,16 +13,12 @@ from runtime.metrics import WandbRun, read_metrics
 from train_gpt import main as train
 
 
-@pytest.fixture
-def server(monkeypatch, tmp_path):
-    with StandIn() as server:
-        for name, value in (server.environment | dict(HOME=str(tmp_path))).items():
-            monkeypatch.setenv(name, value)
-        yield server
-
-
-def test_a_validation_has_numbers_and_a_picture(server, tmp_path):
-    run = train_tiny_run(tmp_path, "--wandb online --val_copy_gaps 8 64")
+def test_a_validation_has_numbers_and_a_picture(tmp_path):
+    train_tiny_run(tmp_path)
+    with StandIn() as server:  # in a process of its own, because wandb keeps the first address of a process
+        fields = "--name mirrored --wandb online --val_copy_gaps 8 64"
+        python("train_gpt.py", *arguments(tmp_path, fields), **server.environment, HOME=str(tmp_path))
+    run = tmp_path / "mirrored"
     last = read_metrics(run / "metrics.jsonl")[-1]
     row = [row for row in server.history if "charts" in row][-1]
     assert row["val_loss/240"] == last["val_loss"]["240"]

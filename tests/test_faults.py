@@ -117,7 +117,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(processes, undisturbed,
 def test_told_to_stop_it_saves_and_exits_with_75(name, undisturbed, live, faults, tmp_path):
     for stage, count in (("batch", 7), ("validation", 4), ("checkpoint write", 3)):
         with faults(f"{name} at {stage}"):
-            runs = tmp_path / stage
+            runs = tmp_path / stage.replace(" ", "_")
             live(runs, fault=at(stage, count, name), code=75)
             assert saved_step(runs) == steps_of(runs)[-1] < 20 and (stage != "batch" or saved_step(runs) == 7)
             assert (runs / "run/interrupted").read_text() == f"{name}\n"
