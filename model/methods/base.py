@@ -137,7 +137,7 @@ class ScoreChange(Mechanism):
 
     @property
     def is_learned(self) -> bool:
-        return bool(dict(self.named_parameters()))
+        return len(dict(self.named_parameters())) > 0  # torch 2.11 cannot trace bool() of a dictionary
 
     def coefficients(self, distance: Tensor, head: Tensor) -> tuple[Tensor | float, Tensor]:
         """Return a and m at distances t >= 0 and heads, two tensors that broadcast together (a may be a number).
