@@ -29,7 +29,7 @@ start() { # NAME SECONDS COMMAND...: runs in the background, with a log and a ti
     jobs+=($!)
     [ -z "${DRY:-}" ] || join # one after the other
 }
-join() { wait "${jobs[@]}"; jobs=(); pack; }
+join() { [ ${#jobs[@]} = 0 ] || wait "${jobs[@]}"; jobs=(); pack; } # a bare `wait` would wait for `packer`
 losses() { # NAME...: prints train losses, validation losses and the backend of finished runs
     "$python" - "$W/runs" "$@" <<'P' | tee -a "$W/logs/all.txt"
 import json, pathlib, sys
