@@ -37,7 +37,7 @@ def exit_on_user_error():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
         sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OSError) as error:
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0":
             time.sleep(5)  # rank 0 reports the same mistake first, and torchrun then ends this rank
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = "" if isinstance(error, (UserError, OSError)) else f" ({last.filename}, line {last.lineno})"

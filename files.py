@@ -21,7 +21,7 @@ def naming(action: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise type(error)(f"cannot {action} {path} ({reason}). Check disk and permissions.") from error
+        raise OSError(f"cannot {action} {path} ({reason}). Check disk and permissions.") from error
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]):

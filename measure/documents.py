@@ -9,14 +9,14 @@ import numpy as np
 from data.shards import TokenStream
 
 
-def own_context(inputs: np.ndarray, document_token: int) -> np.ndarray:
+def own_context(inputs: np.ndarray, start: int) -> np.ndarray:
     """Return the number of tokens of its own document before each target, (sequences, length) int64.
 
-    inputs: (sequences, length); the target of position t is the token after it. document_token: the token before each
-    document. A document that began before the sequence counts from the sequence's first token.
+    inputs: (sequences, length); the target of position t is the token after it. start: the token before each document,
+    see document_token. A document that began before the sequence counts from the sequence's first token.
     """
     positions = np.arange(inputs.shape[1])
-    starts = np.where(inputs == document_token, positions, 0)
+    starts = np.where(inputs == start, positions, 0)
     return positions + 1 - np.maximum.accumulate(starts, axis=1)
 
 

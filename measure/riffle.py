@@ -46,8 +46,8 @@ def measure_riffle_gain(
 ) -> dict[str, dict]:
     """Return riffle_gain and riffle_gain_error in nats a token, by the end of an octave of positions.
 
-    The octaves begin after the first chunk, so "32 T" would be positions 16 T to 32 T. The error is the standard error
-    over documents. riffle_documents: their number. losses: with a plan for CHUNKS training lengths.
+    The octaves begin after the first chunk: with T = 512, "1024" has positions 512 to 1,023. The error is the standard
+    error over documents. riffle_documents: their number. losses: with a plan for CHUNKS training lengths.
     """
     length = CHUNKS * train_length
     documents = long_documents(stream, length, tokens, vocab_size)

@@ -131,7 +131,7 @@ class Validation:
             record["val_loss"][str(length)] = by_position.mean().item()
             record["val_tokens"][str(length)] = tokens
             record["val_loss_by_position"][str(length)] = means_by_octave(by_position)
-            if length > self.config.train_length:
+            if complete and length > self.config.train_length:
                 context = own_context(inputs, document_token(self.text))
                 own[str(length)] = losses[torch.from_numpy(context > self.config.train_length)]
 

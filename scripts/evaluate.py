@@ -77,7 +77,7 @@ def evaluate(
         val_far_windows=windows,
         validate_as=tuple(dict.fromkeys((*config.validate_as, *methods))),
     )
-    validation = Validation(config, model, stream, world, riffles)
+    validation = Validation(config, model, stream, world, riffles=riffles)
     result = {
         "step": step,
         "name": folder.name,
@@ -134,11 +134,12 @@ def print_copies(results: list[dict]):
             name = f"{result['name']}, {kind}"
             gain, error = result["copy_gain"][kind], result["copy_gain_error"][kind]
             gains.append((name, gain, error))
-            shares = {gap: f"{share:.0%}" for gap, share in result.get("copy_accuracy", {}).get(kind, {}).items()}
+            shares = {gap: f"{share:.0%}" for gap, share in result["copy_accuracy"][kind].items()}
             accuracies.append(([name], shares))
             ratios = recovery(gain, error, result["train_length"])
             if ratios:
-                means, errors = ({gap: pair[i] for gap, pair in ratios.items()} for i in (0, 1))
+                means = {gap: mean for gap, (mean, _) in ratios.items()}
+                errors = {gap: error for gap, (_, error) in ratios.items()}
                 recoveries.append((name, means, errors))
 
     print(f"\nCopy gain in nats a token, by the number of tokens between the copies:\n\n{gain_table(gains)}")
