@@ -149,6 +149,7 @@ REGISTERED = {  # item: title, series, rivals, measures, seeds that were known
     ],
     "taught_rotation": [("Tests", SI, ["logn_p_rope", "p_rope"], ROTATION, [0])],
     "far_rotation": [("Tests", SI, ["logn_p_rope", "p_rope"], ROTATION, [])],
+    "far_again": [("Again", f"{SI} {QUARTER}", [f"logn_p_rope {QUARTER}"], ["loss, 8192 tokens (16x)"], [])],
 }  # fmt: skip
 STUDIES = {item: module for module in studies() for item in module.TESTS}
 
@@ -206,7 +207,8 @@ def plain_value(measure, line):
 @pytest.mark.parametrize("item", STUDIES)
 def test_registered_tests_stay_and_follow_from_the_kept_runs(item):
     scale = STUDIES[item].SCALE
-    found = STUDIES[item].TESTS[item](open_study(item, scale, scale))
+    study = open_study(item, scale, scale)
+    found = STUDIES[item].TESTS[item](study)
     fixed = [(*paired[:3], [*paired.measures], [*paired.left_out]) for paired in found]
     assert fixed == REGISTERED[item]
     if item.endswith("rotation"):
@@ -215,7 +217,7 @@ def test_registered_tests_stay_and_follow_from_the_kept_runs(item):
     for paired in found:
         expected = {(measure, rival): [] for measure in paired.measures for rival in paired.rivals}
         for (measure, rival), values in expected.items():
-            for seed in {0, 1, 2, 3, 4} - {*paired.left_out}:
+            for seed in {run.config.seed for run in study.runs} - {*paired.left_out}:
                 pair = [plain_value(measure, lines[series, seed]) if (series, seed) in lines else None
                         for series in (paired.ours, rival)]  # fmt: skip
                 if None not in pair:
