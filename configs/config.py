@@ -82,6 +82,9 @@ class Config:
     length_schedule: tuple[int, ...] = setting((), at_least=1)
     """Pairs of a shorter sequence length and its steps, for the start of the run. Example: 64 280. The other steps use
     train_length. Every step has batch_tokens tokens, so the order of the data does not change."""
+    document_mask: Literal["off", "train", "val", "both"] = "off"
+    """Attention stays within documents in training, in the losses of validation, or in both. Then positions count from
+    the first token of a document. Copy gain and far gain are measured without it."""
     batch_tokens: int = setting(524_288, at_least=1, below=2**40)
     """Tokens in a step, summed over all devices. The number of devices changes only the gradient accumulation."""
     micro_batch_tokens: int = setting(32_768, at_least=1, hashed=False)
@@ -187,6 +190,10 @@ class Config:
     def train_lengths(self) -> list[int]:
         """Return every length that the run trains at, shortest first."""
         return sorted({*self.length_schedule[::2], self.train_length})
+
+    def masks_documents(self, phase: str) -> bool:
+        """Return True if attention stays within documents in a phase, train or val."""
+        return self.document_mask in (phase, "both")
 
     def length_at(self, step: int) -> int:
         """Return the tokens of a training sequence in a step."""

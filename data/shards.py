@@ -123,6 +123,11 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    @property
+    def document_token(self) -> int:
+        """Return the token before each document, which is the first token of a split."""
+        return int(self.read(0, 1)[0])
+
     def fingerprint(self, tokens: int | None = None) -> str:
         """Return sixteen hex digits that identify the first `tokens` of the stream (None: the whole stream).
 

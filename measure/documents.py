@@ -4,22 +4,16 @@ Of web text, few tokens are in documents of more than 4,096 tokens. So a loss at
 text of other documents disturbs the model.
 """
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from data.shards import TokenStream
+from model.attention.plan import document_starts
 
 
-def own_context(inputs: np.ndarray, start: int) -> np.ndarray:
+def own_context(inputs: Tensor, document_token: int) -> Tensor:
     """Return the number of tokens of its own document before each target, (sequences, length) int64.
 
-    inputs: (sequences, length); the target of position t is the token after it. start: the token before each document,
-    see document_token. A document that began before the sequence counts from the sequence's first token.
+    inputs: (sequences, length); the target of position t is the token after it. document_token: the token before each
+    document. A document that began before the sequence counts from the sequence's first token.
     """
-    positions = np.arange(inputs.shape[1])
-    starts = np.where(inputs == start, positions, 0)
-    return positions + 1 - np.maximum.accumulate(starts, axis=1)
-
-
-def document_token(stream: TokenStream) -> int:
-    """Return the token before each document. It is the first token of a split."""
-    return int(stream.read(0, 1)[0])
+    return torch.arange(1, inputs.shape[1] + 1) - document_starts(inputs, document_token)

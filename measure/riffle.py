@@ -10,7 +10,6 @@ import numpy as np
 
 from data.shards import TokenStream
 from errors import UserError
-from measure.documents import document_token
 from measure.losses import Losses
 
 CHUNKS = 16  # of a document
@@ -22,7 +21,7 @@ def long_documents(stream: TokenStream, length: int, tokens: int, vocab_size: in
     (documents, length + 1) int64. Raise ValueError for fewer than CHUNKS documents, whose chunks would meet again.
     """
     text = stream.read(0, min(tokens, len(stream)), vocab_size).astype(np.int64)
-    starts = np.flatnonzero(text == document_token(stream))
+    starts = np.flatnonzero(text == stream.document_token)
     lengths = np.diff(starts, append=len(text))
     documents = [text[start : start + length + 1] for start in starts[lengths > length]]
     if len(documents) < CHUNKS:

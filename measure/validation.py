@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +26,7 @@ from configs.config import Config
 from data.loader import check_validation
 from data.shards import TokenStream
 from measure.copy_gain import check_gaps, copy_length, measure_copy_gain
-from measure.documents import document_token, own_context
+from measure.documents import own_context
 from measure.far_gain import RATIO, check_windows, measure_far_gain
 from measure.losses import Losses
 from measure.riffle import CHUNKS, measure_riffle_gain
@@ -74,7 +73,8 @@ class Validation:
             lengths.add(CHUNKS * config.train_length)
 
         # Their plans.
-        plan = functools.partial(self.model.plan, backend=config.attention_backend)
+        token = self.text.document_token if config.masks_documents("val") else None
+        plan = functools.partial(self.model.plan, backend=config.attention_backend, document_token=token)
         self.plans = {config.method: {length: plan(length) for length in lengths}}
         for name, method in alternative_methods(config).items():
             self.plans[name] = {length: plan(length, method=method) for length in lengths}
@@ -132,8 +132,8 @@ class Validation:
             record["val_tokens"][str(length)] = tokens
             record["val_loss_by_position"][str(length)] = means_by_octave(by_position)
             if complete and length > self.config.train_length:
-                context = own_context(inputs, document_token(self.text))
-                own[str(length)] = losses[torch.from_numpy(context > self.config.train_length)]
+                context = own_context(inputs, self.text.document_token)
+                own[str(length)] = losses[context > self.config.train_length]
 
         # 2. The same by blocks of the text, and of tokens far inside their documents.
         if complete:
@@ -192,24 +192,30 @@ class Validation:
                 record.setdefault(f"{key}_as", {})[name] = result[key]
         return record
 
-    def losses_as(self, name: str, model: GPT) -> Losses:
-        """Return the function from inputs and targets to losses with this method."""
+    def losses_as(self, name: str, model: GPT, *, documents: bool = False) -> Losses:
+        """Return the function from inputs and targets to losses with this method.
+
+        documents: attention stays within documents, if the configuration says so.
+        """
+        plans = self.plans[name]
+        if not documents:
+            plans = {length: dataclasses.replace(plan, document_token=None) for length, plan in plans.items()}
         return Losses(
             model,
-            self.plans[name],
+            plans,
             micro_batch_tokens=self.config.micro_batch_tokens,
             world=self.world,
             before_batch=self.before_batch,
         )
 
-    def token_losses(self, name: str, length: int, tokens: int) -> tuple[np.ndarray, Tensor]:
-        """Return the inputs and their losses by this method, (tokens / length, length) uint16 and float64."""
+    def token_losses(self, name: str, length: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs and their losses by this method, (tokens / length, length) int64 and float64."""
         # The last input needs a target, so the text is one token longer.
         text = self.text.read(0, tokens + 1, self.config.vocab_size)
         inputs = text[:-1].reshape(-1, length)
         targets = text[1:].reshape(-1, length)
-        losses_of = self.losses_as(name, self.model)
-        return inputs, losses_of(inputs, targets)
+        losses_of = self.losses_as(name, self.model, documents=True)
+        return torch.from_numpy(inputs.astype("int64")), losses_of(inputs, targets)
 
 
 def check_text(config: Config, text: TokenStream) -> None:

@@ -113,19 +113,21 @@ class GPT(nn.Module):
         target_length: int | None = None,
         backend: str = "auto",
         method: Method | None = None,
+        document_token: int | None = None,
     ) -> Plan:
         """Return the plan for sequences of this length.
 
         queries (default: all): the last tokens, whose outputs are wanted. target_length: see plan_layer. backend: its
         name, or auto. method: another method to run these weights with, which must train identically
-        (make_alternative).
+        (make_alternative). document_token: if given, attention stays within documents, which begin with this token.
         """
         device = self.head.device
         methods = self.pattern_methods if method is None else [method.to(device)]
         plans = {}
         for layer_method in methods:
             if layer_method.name not in plans:
-                chosen, why = choose_backend(layer_method, device, self.dtype, backend)
+                documents = document_token is not None
+                chosen, why = choose_backend(layer_method, device, self.dtype, backend, documents)
                 plans[layer_method.name] = plan_layer(
                     layer_method,
                     chosen,
@@ -136,7 +138,7 @@ class GPT(nn.Module):
                     dtype=self.dtype,
                     why=why,
                 )
-        return Plan(tuple(plans[layer_method.name] for layer_method in methods))
+        return Plan(tuple(plans[layer_method.name] for layer_method in methods), document_token)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return norm(self.embedding(tokens).to(self.dtype))
@@ -156,7 +158,7 @@ class GPT(nn.Module):
         `last` positions (default: all), (B, last, vocabulary).
         """
         x = self.embed(tokens)  # (B, T, C)
-        plan = plan or self.plan(tokens.shape[1])
+        plan = (plan or self.plan(tokens.shape[1])).for_tokens(tokens)
         for number, block in enumerate(self.blocks):
             x = block(x, plan.for_layer(number))
         x = norm(x)

@@ -61,7 +61,10 @@ def resolve(config: Config) -> Config:
     others = tuple(map(canonical_name, config.validate_as))
     config = dataclasses.replace(config, method=canonical_name(config.method), validate_as=others)
     with torch.device("meta"):  # without memory, because this is only a check
-        layer_methods(config)
+        methods = layer_methods(config)
+    if config.document_mask != "off":
+        for method in methods:
+            method.check_documents()
     alternative_methods(config)
     return config
 
@@ -172,7 +175,7 @@ def compilations(config: Config) -> int:
     return 2 * (len({*config.train_lengths}) + methods * len({*config.val_lengths}))
 
 
-def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plan]:
+def plan_attention(config: Config, model: GPT, world: World, text: TokenStream) -> dict[int, Plan]:
     """Return the plans of attention by training length, as GPT.plan returns them. All ranks call this.
 
     Raise UserError on all ranks if a rank cannot use any allowed backend, or if the ranks' backends differ.
@@ -182,9 +185,10 @@ def plan_attention(config: Config, model: GPT, world: World) -> dict[int, Plan]:
 
     # 1. Plan on this rank.
     plans, problem = {}, None
+    token = text.document_token if config.masks_documents("train") else None
     try:
         for length in config.train_lengths:
-            plans[length] = model.plan(length, backend=config.attention_backend)
+            plans[length] = model.plan(length, backend=config.attention_backend, document_token=token)
     except UserError as error:
         problem = str(error)
 

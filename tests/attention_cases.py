@@ -9,7 +9,7 @@ from configs.command_line import option_value
 from model import methods
 from model.attention import attend as attention
 from model.attention.choose import BACKENDS, choose_backend
-from model.attention.plan import plan_layer
+from model.attention.plan import document_starts, plan_layer
 from model.attention.reference import plain_attention
 from model.methods.base import KeyBias, Method, ScoreChange, Shape
 
@@ -117,6 +117,13 @@ def make_inputs(method, length, batch=2, layout="of_the_model"):
     return cast([*vectors, random(batch, length, H * D, seed=length)], torch.float32)
 
 
+def random_documents(length, batch=2):
+    """Return starts (B, T) of documents of 1 to 60 tokens, other ones in each sequence."""
+    generator = torch.Generator().manual_seed(length)
+    begins = torch.rand(batch, length, generator=generator) < 1 / 30
+    return document_starts(begins.long(), 1)
+
+
 def cast(tensors, dtype):
     """Return leaves with gradients, of this dtype."""
     return [x.detach().to(dtype).requires_grad_() for x in tensors]
@@ -158,17 +165,21 @@ def make_plan(method, query_length, key_length, backend="auto", device=CPU, dtyp
 
 
 def check(backend, method, length, *, queries=None, tolerance=2e-5, run=attention.attend, weigh_output=0.0, inputs=None,
-          **options):
+          starts=None, **options):
     """Compare a backend with the formula in float64: the last `queries` outputs, and all gradients.
 
     weigh_output: share of the output in its gradient, which is random otherwise. So no sum over rows is near 0.
+    starts (B, T): the first token of each token's document, for attention within documents.
     """
     # 1. The output, with x where the method looks at it.
     inputs = inputs or make_inputs(method, length, **options)
     q, *others = inputs = inputs[: 4 if method.needs_input else 3]
     exact, queries = cast(inputs, torch.float64), queries or length
-    output = run(method, q[:, :, -queries:], *others, plan=make_plan(method, queries, length, backend))
-    expected = plain_attention(method, *exact)[:, :, -queries:]
+    plan = make_plan(method, queries, length, backend)
+    if starts is not None:
+        plan = plan.within_documents(starts)
+    output = run(method, q[:, :, -queries:], *others, plan=plan)
+    expected = plain_attention(method, *exact, starts=starts)[:, :, -queries:]
     assert output.dtype == q.dtype
     assert_near(output, expected, tolerance / 2)
 

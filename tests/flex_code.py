@@ -88,24 +88,30 @@ def trace(function, *arguments):
     return graphs
 
 
-def trace_attention(method, length, dtype, backend=BACKENDS["flex"]):
-    """Return the graphs of attention by a method, with q, k, v (2, H, T, D) laid out as the model has them."""
+def trace_attention(method, length, dtype, backend=BACKENDS["flex"], documents=False):
+    """Return the graphs of attention by a method, with q, k, v (2, H, T, D) laid out as the model has them.
+
+    documents: it stays within documents.
+    """
     method, H, D = method.to(META), method.num_heads, method.head_dim
     qkv = torch.empty(2, length, 3, H, D, device=META, dtype=dtype)
     x = torch.empty(2, length, H * D, device=META, dtype=dtype) if method.needs_input else None
     plan = plan_layer(method, backend, length, length, device=META, dtype=dtype)
+    if documents:
+        plan = plan.within_documents(torch.empty(2, length, dtype=torch.int64, device=META))
     q, k, v = (y.detach().requires_grad_() for y in qkv.transpose(1, 3).unbind(2))
     return trace(lambda q, k, v: attend(method, q, k, v, x, plan=plan), q, k, v)
 
 
-def trace_model(method, options):
+def trace_model(method, options, document_token=None):
     """Return the graphs of the loss of a model of two layers."""
     config = SimpleNamespace(
         vocab_size=512, num_layers=2, num_heads=2, model_dim=128,
         train_length=256, position_scale=1.0, method=method, method_options=options,
     )
     model = GPT(config, torch.bfloat16).to(META)
-    tokens, plan = torch.empty(2, 256, dtype=torch.int64, device=META), model.plan(256, backend="flex")
+    tokens = torch.empty(2, 256, dtype=torch.int64, device=META)
+    plan = model.plan(256, backend="flex", document_token=document_token)
     return trace(lambda tokens: model(tokens, tokens, plan=plan), tokens)
 
 
@@ -228,16 +234,16 @@ def read_code(binary, listing, logits):
     )
 
 
-def compile_case(arch, dtype, head_dim, length, name, options, passes):
+def compile_case(arch, dtype, head_dim, length, name, options, passes, documents=False):
     """Compile the attention kernels of the method `name`."""
     method = make_method(name, Shape(num_heads=2, head_dim=head_dim, train_length=64), **options)
-    return compile_attention(arch, passes, method, length, getattr(torch, dtype))
+    return compile_attention(arch, passes, method, length, getattr(torch, dtype), documents=documents)
 
 
-def compile_attention(arch, passes, *arguments):
+def compile_attention(arch, passes, *arguments, **options):
     """Return the Code of each kernel of trace_attention."""
     with mock.patch.object(flex, "capability", lambda device: divmod(arch, 10)):
-        graphs = trace_attention(*arguments)
+        graphs = trace_attention(*arguments, **options)
     return [compile_code(lower(*graph, arch), arch) for graph in graphs if graph[0] in passes]
 
 

@@ -18,6 +18,7 @@ from attention_cases import (
     make_case,
     make_inputs,
     make_plan,
+    random_documents,
     skip_unless_runs,
 )
 from commands import refuses
@@ -77,6 +78,17 @@ WITHOUT_INPUT = [case for case in CASES if not make_case(case.values[1]).needs_i
 def test_the_last_queries_alone_are_the_formula_s(backend, name, flex_with_gradients):
     for queries in (1, 17) if backend in SLOW else (1, 17, 130):
         check(backend, make_case(name), 300, queries=queries)
+
+
+@pytest.mark.parametrize("backend, name", [
+    case for case in CASES
+    if BACKENDS[case.values[0]].masks_documents and not make_case(case.values[1]).skip_first
+])
+def test_attention_within_documents_is_the_formula_s(backend, name, flex_with_gradients):
+    method = make_case(name)
+    for length, queries in ((1, 1), (300, 300), (300, 17)):
+        if queries == length or not method.needs_input:
+            check(backend, method, length, queries=queries, starts=random_documents(length), weigh_output=1.0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

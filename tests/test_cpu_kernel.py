@@ -11,7 +11,17 @@ import sys
 
 import pytest
 import torch
-from attention_cases import LAYOUTS, assert_near, attend, cast, check, gradients, make_case, make_inputs
+from attention_cases import (
+    LAYOUTS,
+    assert_near,
+    attend,
+    cast,
+    check,
+    gradients,
+    make_case,
+    make_inputs,
+    random_documents,
+)
 from attention_cases import random as normal
 from commands import ROOT
 from test_loss import check_kernel, cpu_cross_entropy
@@ -51,7 +61,9 @@ def test_random_calls_are_the_formula(seed, long, threads):
         length = max(1, draw.choice([draw.randint(1, 700), near_tiles]))
         queries = length if method.needs_input else draw.choice([length, draw.randint(1, length)])
         threads(draw.randint(1, 4))
-        check("cpu", method, length, queries=queries, batch=batch, layout=layout, weigh_output=1.0, tolerance=4e-5)
+        starts = draw.choice([None, random_documents(length, batch)])
+        check("cpu", method, length, queries=queries, batch=batch, layout=layout, weigh_output=1.0, tolerance=4e-5,
+              starts=starts)
 
 
 @pytest.mark.parametrize("length", [127, 128, 129, 255, 256, 257, 515])
@@ -76,7 +88,7 @@ def test_keys_that_no_query_sees():
     for n in (600, 510):
         tables = make_tables(method.score_change, 3, 16, n)
         keys, values = k[:, :, :n], v[:, :, :n]
-        output, _ = cpu.forward_op(q[:, :, 250:510], keys, values, tables, None, None, 250, n)
+        output, _ = cpu.forward_op(q[:, :, 250:510], keys, values, tables, None, None, None, 250, n)
         gradients.append(torch.autograd.grad(output.sum(), [k, v]))
     assert all(map(torch.equal, *gradients)) and not gradients[0][0][:, :, 510:].any()
 
@@ -133,7 +145,7 @@ def test_shapes_that_do_not_fit_are_refused(kv_heads, q_dim, k_dim, v_dim):
     k, v = (torch.zeros(1, kv_heads, 9, dim) for dim in (k_dim, v_dim))
     tables = make_tables(None, 1, 16, 9)
     with pytest.raises(AssertionError):
-        cpu.attention(q, k, v, tables, None, None, 9)
+        cpu.attention(q, k, v, tables, None, None, None, 9)
 
 
 def test_keys_outside_of_the_window_are_not_read():
@@ -169,7 +181,7 @@ def test_the_operations_keep_torch_s_rules():
     tables = make_tables(method.score_change, 3, 16, 20)
     bias, sink = normal(2, 3, 20, seed=4), normal(3, seed=4)
     tables, bias, sink = cast([tables, bias, sink], torch.float32)
-    for extras in ((None, None, 0, 20), (bias, sink, 0, 7)):
+    for extras in ((None, None, None, 0, 20), (bias, sink, random_documents(20), 0, 7)):
         torch.library.opcheck(cpu.forward_op, (q, k, v, tables, *extras))
 
 

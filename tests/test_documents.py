@@ -1,16 +1,23 @@
-"""Tokens far inside their own documents: which they are, and their loss in a run and in scripts.evaluate."""
+"""Tokens far inside their own documents, and their loss; attention within documents in models, decoding and runs."""
+
+import itertools
 
 import numpy as np
 import pytest
 import torch
-from commands import read_json
+from attention_cases import assert_near
+from commands import exit_code, read_json
+from test_gpt import make_random_gpt, random_tokens
 from test_train import plain_losses
 from tiny_run import train_tiny_run
 
 from data.shards import open_split
-from measure.documents import document_token, own_context
+from measure.documents import own_context
+from model.decoding import Decoder
+from model.methods import METHODS
 from scripts import evaluate
 from scripts.shared.runs import load_run
+from train_gpt import main as train
 
 
 def by_counting(inputs, token):
@@ -24,8 +31,7 @@ def by_counting(inputs, token):
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
 def test_own_context_counts_from_the_document_token_or_the_first_token(share):
-    generator = np.random.default_rng(3)
-    inputs = generator.choice([7, 5], p=[share, 1 - share], size=(4, 50)).astype("uint16")
+    inputs = torch.where(torch.rand(4, 50, generator=torch.Generator().manual_seed(3)) < share, 7, 5)
     assert own_context(inputs, 7).tolist() == [by_counting(row, 7) for row in inputs]
 
 
@@ -34,7 +40,7 @@ def test_the_loss_on_these_tokens_is_measured_at_the_end_and_by_evaluate(tmp_pat
     summary = read_json(run / "summary.json")
     config, model = load_run(run, torch.device("cpu"))
     stream = open_split(tmp_path / "data", "val", config.vocab_size)
-    token = document_token(stream)
+    token = stream.document_token
     text = stream.read(0, 961)
     assert (text == token).sum() >= 3
     inputs = text[:-1].reshape(-1, 240)
@@ -46,3 +52,73 @@ def test_the_loss_on_these_tokens_is_measured_at_the_end_and_by_evaluate(tmp_pat
     assert summary["val_loss_own"]["240"] == pytest.approx(losses.numpy()[chosen].mean(), abs=1e-5)
     evaluate.main([str(run), "--lengths", "24", "240"])
     assert f"{summary['val_loss_own']['240']:.3f} ({chosen.mean():.1%})" in capsys.readouterr().out
+
+
+# ---- attention within documents --------------------------------------------------------------------------------------
+
+DEPENDENT = ("rope_ntk", "yarn", "logn_ntk")  # their angles depend on the length of the sequence
+REFUSED = ("infini", "fire", "stick_breaking", "wall", "lssar", "grape_ap", "nape_entmax")
+WITHIN = [name for name in METHODS if name not in DEPENDENT and not name.startswith(REFUSED)]
+
+
+def by_document(row):
+    """Return slices of the documents of a sequence, each of which but the first begins with token 0."""
+    starts = sorted({0, *(row == 0).nonzero().flatten().tolist()})
+    return [slice(*pair) for pair in itertools.pairwise([*starts, len(row)])]
+
+
+def several_documents(length=150):
+    tokens, targets = random_tokens(length)
+    tokens[:, [20, 21, length - 20]], tokens[1, 35] = 0, 0
+    return tokens, targets
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_within_documents_a_model_computes_each_document_alone(name):
+    model, (tokens, targets) = make_random_gpt(name), several_documents()
+    losses = model(tokens, targets, plan=model.plan(150, document_token=0), per_token=True)
+    alone = []
+    for row, its_targets in zip(tokens, targets):
+        parts = [model(row[None, part], its_targets[None, part], per_token=True) for part in by_document(row)]
+        alone.append(torch.cat(parts, dim=1))
+    assert_near(losses, torch.cat(alone), 1e-5)
+    assert (losses - model(tokens, targets, per_token=True)).abs().max() > 1e-3 or name == "identity"
+
+
+@pytest.mark.parametrize("name", ["rope", "logn_p_rope", "scale_invariant_p_rope"])
+def test_decoding_stays_within_documents(name):
+    model, (tokens, _) = make_random_gpt(name), several_documents(60)
+    decoder = Decoder(model, 60, document_token=0)
+    logits = [decoder.prefill(tokens[:, :30])]
+    logits += [decoder.step(token) for token in tokens[:, 30:].unbind(1)]
+    with torch.no_grad():
+        expected = model(tokens, plan=model.plan(60, document_token=0))
+    assert_near(torch.stack(logits, dim=1), expected[:, 29:], 1e-5)
+
+
+def test_a_run_trains_and_validates_within_documents(tmp_path):
+    fields = "--method logn_p_rope --val_lengths 240 480 --muon_lr 0.1"
+    losses = {}
+    for mask in ("off", "train", "val", "both"):
+        (tmp_path / mask).mkdir()
+        run = train_tiny_run(tmp_path / mask, f"{fields} --document_mask {mask}")
+        config, model = load_run(run, torch.device("cpu"))
+        stream = open_split(tmp_path / mask / "data", "val", config.vocab_size)
+        losses[mask] = read_json(run / "summary.json")["val_loss"]
+        for length in (240, 480):
+            rows = torch.from_numpy(stream.read(0, 961).astype("int64"))
+            inputs, targets = rows[:-1].view(-1, length), rows[1:].view(-1, length)
+            token = stream.document_token if mask in ("val", "both") else None
+            with torch.no_grad():
+                expected = model(inputs, targets, plan=model.plan(length, document_token=token))
+            assert losses[mask][str(length)] == pytest.approx(expected.item(), abs=1e-5)
+    assert len({by_length["480"] for by_length in losses.values()}) == 4
+
+
+SKIPS_FIRST = "scale_invariant_p_rope --method_options skip_first true"
+
+
+@pytest.mark.parametrize("method", ["stick_breaking", "rope,infini_rope", SKIPS_FIRST])
+def test_methods_that_cannot_stay_within_documents_are_refused(method, tmp_path):
+    command = f"quickstart --runs_dir {tmp_path} --document_mask train --method {method}"
+    assert exit_code(train, command.split()) == 2 and not [*tmp_path.iterdir()]

@@ -29,7 +29,8 @@ def case(text, arch=90, dtype="bfloat16", head_dim=128, length=1024, passes=BOTH
     return arch, dtype, head_dim, length, *parse(text), passes
 
 
-QUICK = [case("scale_invariant_p_rope"), case("kerple_log", head_dim=64, passes=["backward"])]
+WITHIN_DOCUMENTS = (*case("scale_invariant_p_rope", length=1000), True)
+QUICK = [case("scale_invariant_p_rope"), WITHIN_DOCUMENTS, case("kerple_log", head_dim=64, passes=["backward"])]
 GRID = [
     *map(case, """rope | alibi | nape | kerple_log | kerple_power | bam | fox | logn_rope | rope+sink
         | alibi slopes=geometric | rope+window window=130 | scale_invariant+window window=130 | scale_invariant+forget
@@ -47,7 +48,7 @@ GRID = [
     case("kerple_log", arch=80),
     case("alibi", arch=80, dtype="float16", head_dim=64),
 ]
-QUICK_MODELS = [parse("scale_invariant_p_rope+sink")]
+QUICK_MODELS = [parse("scale_invariant_p_rope+sink"), (*parse("logn_p_rope+alibi"), 7)]  # the second: documents
 MODELS = [parse("fox"), parse("scale_invariant+window learn_tau=True window=130")]
 # As flex_flash reads them, and lengths that are no multiple of a tile.
 TWO_TABLES = [
@@ -107,7 +108,7 @@ def compiled(long):
 
 def test_attention_kernels_compile_and_fit_their_gpus(compiled):
     for case, codes in compiled[0]:
-        arch, *_, passes = case
+        arch, *_, passes = case[:7]
         assert [len(code["instructions"]) for code in codes] == [LOOPS[name] for name in passes], case
         for code in codes:
             assert code["shared"] <= SHARED_LIMIT[arch], case

@@ -8,7 +8,6 @@ from test_train import plain_losses
 from tiny_run import train_tiny_run
 
 from data.shards import open_split
-from measure.documents import document_token
 from measure.riffle import CHUNKS, long_documents, riffle
 from scripts import evaluate
 from scripts.shared.runs import load_run
@@ -32,7 +31,7 @@ def test_riffle_gain_is_the_difference_of_the_losses_of_single_sequences(tmp_pat
     stream = open_split(tmp_path / "data", "val", config.vocab_size)
     text = stream.read(0, len(stream)).astype(int)
     documents = []
-    for start in np.flatnonzero(text == document_token(stream)):
+    for start in np.flatnonzero(text == stream.document_token):
         document = text[start : start + 8 * CHUNKS + 1]
         if len(document) == 8 * CHUNKS + 1 and (document[1:] != text[0]).all():
             documents.append(document)

@@ -52,7 +52,7 @@ def rotate_and_scale(method: Method, q: Tensor, k: Tensor, x: Tensor | None, pla
     """Return q and k rotated, and q scaled, computed in float32 and rounded to their dtype once at the end."""
     rotated_q, rotated_k = rotate(method, q, k, plan)
     if method.query_scale is not None:
-        factors = method.query_scale.multiplier(plan.query_table[-q.shape[2] :], x)  # ([B,] 1 or H, Tq)
+        factors = method.query_scale.multiplier(plan.query_table[..., -q.shape[2] :], x)  # ([B,] 1 or H, Tq)
         rotated_q = upcast(rotated_q)
         rotated_q = rotated_q * factors.to(rotated_q.dtype).unsqueeze(-1)
     return rotated_q.to(q.dtype), rotated_k.to(k.dtype)

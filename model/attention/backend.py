@@ -16,6 +16,7 @@ EXTRAS = {  # attributes of Method that some backends do not support
 class Backend:
     name: str
     supported: tuple[str, ...] = ()  # of EXTRAS
+    masks_documents = False  # True if `run` looks at plan.starts
     error_factor = 1.0  # multiplies the limits of check.py
 
     def unsupported(self, method: Method, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -26,6 +27,10 @@ class Backend:
     def prepare(self, plan, score_change: ScoreChange | None) -> object:
         """Return the constants of a LayerPlan. If a_t and m_t are learned, score_change is None at first."""
         return None
+
+    def within_documents(self, plan) -> object:
+        """Return the constants of LayerPlan.within_documents, whose starts and former constants are in `plan`."""
+        return plan.prepared
 
     def constants(self, plan, score_change: ScoreChange | None) -> object:
         """Return the constants of a LayerPlan, made now if there are none yet, or if a_t and m_t are learned."""

@@ -34,6 +34,7 @@ class Bands(NamedTuple):
 class Blocks(Backend):
     name = "blocks"
     supported = tuple(EXTRAS)
+    masks_documents = True
     error_factor = 3.0  # scores are rounded to the dtype, unlike in a fused kernel
 
     def prepare(self, plan, score_change):
@@ -87,6 +88,10 @@ def in_bands(compute: Callable[..., Tensor], q, k, v, plan, bands: Bands, score_
         if skip_first and first == 0:
             distance = torch.arange(earlier + start, earlier + stop, device=q.device).unsqueeze(-1)
             scale, bias = without_first_key(scale, bias, distance, window)
+        if plan.starts is not None:
+            keys = torch.arange(first, earlier + stop, device=q.device)
+            is_before = keys < plan.starts[:, None, earlier + start : earlier + stop, None]  # (B, 1, block, keys)
+            bias = torch.where(is_before, -torch.inf, bias)
         seen_bias = None if key_bias is None else key_bias[:, :, None, seen]
         return compute(queries, k[:, :, seen], v[:, :, seen], scale, bias, seen_bias, sink)
 
@@ -103,7 +108,7 @@ def without_first_key(
 
 
 def softmax_attention(q, k, v, scale, bias, key_bias, sink) -> Tensor:
-    # q (B, H, block, D), divided by sqrt(D); k, v (B, H, keys, D); scale, bias (1 or H, block, keys);
+    # q (B, H, block, D), divided by sqrt(D); k, v (B, H, keys, D); scale, bias ([B,] 1 or H, block, keys);
     # key_bias (B, H, 1, keys); sink (H,)
     logits = block_logits(q, k, scale, bias, key_bias)
     if sink is None:

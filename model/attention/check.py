@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from model.attention.attend import attend
 from model.attention.backend import Backend
-from model.attention.plan import plan_layer
+from model.attention.plan import document_starts, plan_layer
 from model.attention.reference import attention_logits, plain_attention, probabilities
 from model.methods.base import KeyBias, Method, Sink, Window
 
@@ -26,6 +26,7 @@ LEAST = 1e-5  # an error of this size is always allowed: float32's own, over a l
 # Whole tiles; a last tile that is not whole; and few queries. Kernels compile different code for each.
 LENGTHS = (1024, 1000, 100)
 BATCH = 2
+DOCUMENT = 300  # tokens; no multiple of a tile
 Tensors = dict[str, Tensor]  # by name
 
 
@@ -75,15 +76,17 @@ def check_backend(
     dtype: torch.dtype,
     lengths: Sequence[int] = LENGTHS,
     backward: bool = True,
+    documents: bool = False,
 ) -> Checked:
     """Compare a backend with the formula in float64 on random inputs, forward and backward.
 
-    backward: False for a backend without a backward pass.
+    backward: False for a backend without a backward pass. documents: the inputs are several documents.
     """
     largest = 0.0
     for length in lengths:
         try:
-            name, share = compare(backend, only_changes(method, length, device), length, device, dtype, backward)
+            changes = only_changes(method, length, device)
+            name, share = compare(backend, changes, length, device, dtype, backward, documents)
         except Exception as error:  # Triton's, CUDA's and the compiler's errors are of many kinds
             message = " ".join(str(error).split())[:100]
             return Checked(f"it failed its check with {type(error).__name__}: {message} ({length} tokens)")
@@ -94,16 +97,27 @@ def check_backend(
 
 
 def compare(
-    backend: Backend, method: Method, length: int, device: torch.device, dtype: torch.dtype, backward: bool
+    backend: Backend,
+    method: Method,
+    length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    backward: bool,
+    documents: bool,
 ) -> tuple[str, float]:
     """Return worst_error of a backend's output and gradients."""
     plan = plan_layer(method, backend, length, length, device=device, dtype=dtype)
+    starts = None
+    if documents:  # the sequences have other documents
+        tokens = torch.arange(BATCH * length, device=device).view(BATCH, length)
+        starts = document_starts(tokens % DOCUMENT, 0)
+        plan = plan.within_documents(starts)
     inputs, dout = random_inputs(method, length, device, dtype)
     wide = {name: x.double() for name, x in inputs.items()}
     measure = functools.partial(output_and_gradients, method=method, backward=backward)
     found = measure(functools.partial(attend, plan=plan), inputs=inputs, dout=dout)
-    exact = measure(plain_attention, inputs=wide, dout=dout.double())
-    plain = measure(rounded_attention, inputs=inputs, dout=dout)
+    exact = measure(functools.partial(plain_attention, starts=starts), inputs=wide, dout=dout.double())
+    plain = measure(functools.partial(rounded_attention, starts=starts), inputs=inputs, dout=dout)
     return worst_error(found, exact, plain, torch.finfo(dtype).eps, backend.error_factor)
 
 
@@ -177,12 +191,14 @@ def output_and_gradients(
     return {"output": output.detach()} | {f"d{name}": gradient for name, gradient in zip(leaves, gradients)}
 
 
-def rounded_attention(method: Method, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None) -> Tensor:
+def rounded_attention(
+    method: Method, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None = None, starts: Tensor | None = None
+) -> Tensor:
     """Return attention by the formula with float32 logits.
 
     Probabilities and gradients of logits are rounded to v's dtype, since fast matrix products take them in it.
     """
-    logits = attention_logits(method, q, k, x=x)
+    logits = attention_logits(method, q, k, x=x, starts=starts)
     if logits.requires_grad:
         logits.register_hook(lambda gradient: gradient.to(v.dtype).to(gradient.dtype))
     return probabilities(method, logits).to(v.dtype) @ v

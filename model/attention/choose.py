@@ -26,19 +26,26 @@ AUTOMATIC = {"cuda": ("sdpa", "flex"), "cpu": ("cpu",)}  # by device, the prefer
 
 
 def choose_backend(
-    method: Method, device: torch.device, dtype: torch.dtype = torch.float32, name: str = "auto"
+    method: Method,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    name: str = "auto",
+    documents: bool = False,
 ) -> tuple[Backend, str]:
     """Return the backend that will run, and a reason for the log. On CUDA it has passed its check.
 
-    Raise UserError for a named backend that cannot run or fails its check, and if no backend passes.
+    documents: attention stays within documents. Raise UserError for a named backend that cannot run or fails its check,
+    if no backend passes, and for a method that cannot stay within documents.
     """
+    if documents:
+        method.check_documents()
     if name != "auto":
-        return named_backend(name, method, device, dtype)
+        return named_backend(name, method, device, dtype, documents)
     if isinstance(method.replacement, AttentionWeights):
         return BACKENDS["blocks"], "plain PyTorch"
     reasons = []
     for candidate in (*AUTOMATIC.get(device.type, ()), "blocks"):
-        problem, result = check_once(candidate, method, device, dtype)
+        problem, result = check_once(candidate, method, device, dtype, documents)
         if problem is None:
             found = filter(None, (result, *reasons))
             return BACKENDS[candidate], "; ".join(found) or f"the first choice on {device.type}"
@@ -46,7 +53,9 @@ def choose_backend(
     raise UserError(f"No attention backend is right for {method.name} on {device}: {'; '.join(reasons)}. Use a CPU.")
 
 
-def named_backend(name: str, method: Method, device: torch.device, dtype: torch.dtype) -> tuple[Backend, str]:
+def named_backend(
+    name: str, method: Method, device: torch.device, dtype: torch.dtype, documents: bool
+) -> tuple[Backend, str]:
     """Return the backend that the user named, and the reason. A wrong backend ends the run.
 
     A wrong gradient would spoil weeks of training without a sign. A kernel under development can raise its limits by
@@ -54,23 +63,25 @@ def named_backend(name: str, method: Method, device: torch.device, dtype: torch.
     """
     if name not in BACKENDS:
         raise UserError(f"unknown attention backend {name!r}. {did_you_mean(name, ['auto', *BACKENDS])}")
-    problem, result = check_once(name, method, device, dtype)
+    problem, result = check_once(name, method, device, dtype, documents)
     if problem:
-        other, _ = choose_backend(method, device, dtype)
+        other, _ = choose_backend(method, device, dtype, documents=documents)
         raise UserError(f"attention_backend {name} cannot run: {problem}. Use {other.name}.")
     return BACKENDS[name], result or "as asked for"
 
 
-def check_once(name: str, method: Method, device: torch.device, dtype: torch.dtype) -> check.Checked:
+def check_once(name: str, method: Method, device: torch.device, dtype: torch.dtype, documents: bool) -> check.Checked:
     """Return the reason why a backend cannot run or fails its check, or None; and the check's result for the log."""
     if reason := BACKENDS[name].unsupported(method, device, dtype):
         return check.Checked(reason)
+    if documents and not BACKENDS[name].masks_documents:
+        return check.Checked("it cannot keep attention within documents")
     # A check takes seconds on a CPU. The tests cover the backends there, and the doctor makes the check.
     if device.type != "cuda" or not torch.cuda.is_available() or torch.compiler.is_compiling():
         return check.Checked(None)
-    return cached_check(BACKENDS[name], method, device, dtype)
+    return cached_check(BACKENDS[name], method, device, dtype, documents=documents)
 
 
 @functools.lru_cache(maxsize=16)  # not again for each length, or each prompt
-def cached_check(*arguments) -> check.Checked:
-    return check.check_backend(*arguments)
+def cached_check(*arguments, documents: bool) -> check.Checked:
+    return check.check_backend(*arguments, documents=documents)

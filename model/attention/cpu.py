@@ -15,6 +15,7 @@ LOG2E = math.log2(math.e)
 class CPU(Backend):
     name = "cpu"
     supported = ("key_bias", "window", "sink")
+    masks_documents = True
 
     def unsupported(self, method, device, dtype):
         return super().unsupported(method, device, dtype) or cpu.kernel_problem(device, dtype)
@@ -25,7 +26,7 @@ class CPU(Backend):
     def run(self, q, k, v, plan, *, score_change=None, key_bias=None, sink=None):
         Tk = k.shape[2]
         window = Tk if plan.window is None else min(plan.window, Tk)
-        return cpu.attention(q, k, v, self.constants(plan, score_change), key_bias, sink, window)
+        return cpu.attention(q, k, v, self.constants(plan, score_change), key_bias, sink, plan.starts, window)
 
 
 def make_tables(change: ScoreChange | None, num_heads: int, head_dim: int, key_length: int) -> Tensor:

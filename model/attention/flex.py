@@ -35,6 +35,7 @@ TILES: dict[tuple[tuple[int, int], torch.dtype, int], dict[str, int]] = {}
 class Flex(Backend):
     name = "flex"
     supported = ("key_bias", "window", "sink", "skip_first")
+    masks_documents = True
     tiles: dict[str, int] = {}  # these options replace equal options of TILES
 
     def unsupported(self, method, device, dtype):
@@ -62,6 +63,14 @@ class Flex(Backend):
             kernel_options |= TILES.get((capability(plan.device), plan.dtype, plan.head_dim), {}) | self.tiles
         score_mod = without_first_key(make_function(score_change, plan), score_change)
         return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=kernel_options)
+
+    def within_documents(self, plan):
+        from model.attention.flex_compiled import causal_block_mask, mask_options
+
+        shape = plan.query_length, plan.key_length, plan.q_offset
+        block_mask = causal_block_mask(*shape, plan.device, window=plan.window, starts=plan.starts)
+        kernel_options = plan.prepared["kernel_options"] | mask_options(plan)
+        return plan.prepared | dict(block_mask=block_mask, kernel_options=kernel_options)
 
     def run(self, q, k, v, plan, *, score_change=None, key_bias=None, sink=None):
         from model.attention.flex_compiled import flex_attention, run_alone
@@ -151,6 +160,7 @@ def add_sink(output: Tensor, aux, sink: Tensor) -> Tensor:
 
 class FlexFlash(Flex):
     name = "flex_flash"
+    masks_documents = False
     supported = ("window",)  # FlashAttention-4 has no gradient of a captured tensor (key bias) or a log-sum-exp (sink)
 
     def unsupported(self, method, device, dtype):

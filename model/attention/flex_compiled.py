@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -13,29 +14,48 @@ BLOCK = 128  # keys of a block of the mask, and queries where nothing else is as
 
 
 def causal_block_mask(
-    query_length: int, key_length: int, q_offset: int, device, query_block: int = BLOCK, window: int | None = None
+    query_length: int,
+    key_length: int,
+    q_offset: int,
+    device,
+    query_block: int = BLOCK,
+    window: int | None = None,
+    starts: Tensor | None = None,
 ) -> BlockMask:
     """Return the causal mask, which hides keys at a distance of `window` or more, too.
 
-    It is built analytically, since create_block_mask would materialise queries x keys.
+    It also hides the keys before starts (B, key_length) of the query's own token: see LayerPlan.within_documents. It is
+    built analytically, since create_block_mask would materialise queries x keys.
     """
     window = key_length if window is None else min(window, key_length)
     first_query = q_offset + torch.arange(0, query_length, query_block, device=device)  # of each block of queries
     last_query = (first_query + query_block).clamp(max=q_offset + query_length) - 1
     first_key = torch.arange(0, key_length, BLOCK, device=device)  # of each block of keys
+
+    # 1. The blocks of keys that any query of a block sees, and those that all of them see whole.
     first_query, last_query = first_query.unsqueeze(-1), last_query.unsqueeze(-1)
-    seen = (first_key <= last_query) & (first_key + BLOCK > first_query - window + 1)  # by any query of the block
-    full = (first_key + BLOCK - 1 <= first_query) & (first_key > last_query - window)  # by all of them, and whole
+    seen = (first_key <= last_query) & (first_key + BLOCK > first_query - window + 1)
+    full = (first_key + BLOCK - 1 <= first_query) & (first_key > last_query - window)
+    if starts is not None:  # they never decrease, so the first query of a block sees the most
+        starts = F.pad(starts.int(), (0, -query_length % query_block))  # the last tile reads past the last query
+        seen = seen & (first_key + BLOCK > starts[:, first_query])
+        full = full & (first_key >= starts[:, last_query])
 
+    # 2. The same for a query and a key.
     def mask_mod(batch, head, q_index, kv_index):
-        causal = q_index + q_offset >= kv_index
-        return causal if window == key_length else causal & (q_index + q_offset - window < kv_index)
+        query = q_index + q_offset
+        visible = query >= kv_index
+        if window < key_length:
+            visible = visible & (query - window < kv_index)
+        return visible if starts is None else visible & (kv_index >= starts[batch, query])
 
-    counts_and_indices = []  # for each kind, each query block's number of key blocks, and a list that begins with them
+    # 3. For each kind, each query block's number of key blocks, and a list that begins with them.
+    counts_and_indices = []
     for blocks in (seen & ~full, full):
+        blocks = blocks.view(-1, 1, *blocks.shape[-2:])  # (1 or B, 1, blocks of queries, blocks of keys)
         counts_and_indices += [blocks.sum(dim=-1), (~blocks).long().argsort(dim=-1, stable=True)]
     return BlockMask.from_kv_blocks(
-        *(x[None, None].to(torch.int32).contiguous() for x in counts_and_indices),  # (1, 1, ...)
+        *(x.to(torch.int32).contiguous() for x in counts_and_indices),
         BLOCK_SIZE=(query_block, BLOCK),
         mask_mod=mask_mod,
         seq_lengths=(query_length, key_length),
@@ -49,11 +69,11 @@ def mask_options(plan: LayerPlan) -> dict[str, bool]:
     its own block of keys in part, and all blocks before it whole. A window adds another block in part, at its far end.
 
     ROWS_GUARANTEED_SAFE: each query sees a key of the first tile that the kernel reads, so its maximum is never -inf.
-    All queries of a block see the first key of the block in part. A window ends that, and so can a q_offset that is no
-    multiple of a block. Fewer than 128 queries run in another kernel, whose thread blocks share the keys of a query.
-    Key biases are finite, and a sink is added later, so neither matters.
+    All queries of a block see the first key of the block in part. A window or a document ends that, and so can a
+    q_offset that is no multiple of a block. Fewer than 128 queries run in another kernel, whose thread blocks share the
+    keys of a query. Key biases are finite, and a sink is added later, so neither matters.
     """
-    holds = plan.window is None and plan.q_offset == 0 and plan.query_length >= BLOCK
+    holds = plan.window is None and plan.starts is None and plan.q_offset == 0 and plan.query_length >= BLOCK
     return dict(ROWS_GUARANTEED_SAFE=holds, BLOCKS_ARE_CONTIGUOUS=holds)
 
 

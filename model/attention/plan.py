@@ -29,7 +29,8 @@ class LayerPlan:
     window: int | None = None  # keys at this distance from a query, or further away, are hidden
     cos: Tensor | None = None  # of all tokens, (key_length, D/2); (key_length, D) for PoPE
     sin: Tensor | None = None  # of the same shape
-    query_table: Tensor | None = None  # of all tokens, (key_length,)
+    query_table: Tensor | None = None  # of all tokens, (key_length,); (B, key_length) within documents
+    starts: Tensor | None = None  # within_documents: the first position of each token's document, (B, key_length) int64
     why: str = ""  # the reason for the choice of the backend
     prepared: object = None  # the backend's constants
 
@@ -47,6 +48,17 @@ class LayerPlan:
         shorter = {name: getattr(self, name)[:length] for name in names}
         return dataclasses.replace(self, key_length=length, **shorter)
 
+    def within_documents(self, starts: Tensor) -> "LayerPlan":
+        """Return the plan of a batch whose tokens see their own documents alone. Positions count from their starts.
+
+        starts (B, key_length) int64: the position of the first token of each token's document.
+        """
+        table = self.query_table
+        if table is not None:
+            table = table[torch.arange(self.key_length, device=self.device) - starts]
+        plan = dataclasses.replace(self, starts=starts, query_table=table)
+        return dataclasses.replace(plan, prepared=self.backend.within_documents(plan))
+
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return plain causal attention by the plan's backend. q has the last tokens of k and v."""
         Tq, D = q.shape[2:]
@@ -59,13 +71,31 @@ class Plan:
     """The plan of a model: a LayerPlan for each layer of the method's pattern `a,b,c`, which later layers repeat."""
 
     layers: tuple[LayerPlan, ...]
+    document_token: int | None = None  # attention stays within documents, which begin with this token
 
     def for_layer(self, number: int) -> LayerPlan:
         return self.layers[number % len(self.layers)]
 
     def up_to(self, length: int) -> "Plan":
         """See LayerPlan.up_to."""
-        return Plan(tuple(layer.up_to(length) for layer in self.layers))
+        return dataclasses.replace(self, layers=tuple(layer.up_to(length) for layer in self.layers))
+
+    def for_tokens(self, tokens: Tensor) -> "Plan":
+        """Return the plan of a batch (B, T): within its documents if there is a document_token, else this plan."""
+        if self.document_token is None:
+            return self
+        starts = document_starts(tokens, self.document_token)
+        return dataclasses.replace(self, layers=tuple(layer.within_documents(starts) for layer in self.layers))
+
+
+def document_starts(tokens: Tensor, document_token: int) -> Tensor:
+    """Return the position of the first token of each token's document, (B, T) int64.
+
+    A document begins with document_token. The first token of a sequence begins a document, too.
+    """
+    positions = torch.arange(tokens.shape[-1], device=tokens.device)
+    starts = torch.where(tokens == document_token, positions, 0)
+    return starts.cummax(dim=-1).values
 
 
 def plan_layer(

@@ -31,12 +31,20 @@ kernel_problem._dynamo_marked_constant = True
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, tables: Tensor, key_bias: Tensor | None, sink: Tensor | None, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tensor,
+    key_bias: Tensor | None,
+    sink: Tensor | None,
+    starts: Tensor | None,
+    window: int,
 ) -> Tensor:
     """Return the output (B, H, Tq, D) of q (B, H, Tq, D), which has the last Tq tokens of k and v (B, H, Tk, D).
 
     tables (2, H or 1, Tk): A and M of logits A q.k + M in bits, the largest distance first. key_bias (B, H, Tk) is
-    added to the logits in nats, and sink (H,) is one more logit. Keys at a distance of `window` or more are hidden.
+    added to the logits in nats, and sink (H,) is one more logit. Keys at a distance of `window` or more are hidden, and
+    keys before starts (B, Tk) int64 of the query's own token. starts never decreases along a sequence.
     """
     B, H, Tk, D = k.shape
     shapes = q.shape, k.shape, v.shape
@@ -49,8 +57,11 @@ def attention(
     if sink is not None:
         sink = sink.float().contiguous()
         assert sink.shape == (H,)
+    if starts is not None:
+        starts = starts.contiguous()
+        assert starts.shape == (B, Tk) and starts.dtype == torch.int64
     q, k, v = blas_layout(q), blas_layout(k), blas_layout(v)
-    output, _ = forward_op(q, k, v, tables, key_bias, sink, Tk - q.shape[2], window)
+    output, _ = forward_op(q, k, v, tables, key_bias, sink, starts, Tk - q.shape[2], window)
     return output
 
 
@@ -73,6 +84,7 @@ def forward_op(
     tables: Tensor,
     key_bias: Tensor | None,
     sink: Tensor | None,
+    starts: Tensor | None,
     q_offset: int,
     window: int,
 ) -> tuple[Tensor, Tensor]:
@@ -81,13 +93,13 @@ def forward_op(
     The bias of the query's own key is subtracted from the logits. The second output has no gradient.
     """
     o, lse = heads_last(q, torch.empty), torch.empty(q.shape[:3])
-    inputs = dict(q=q, k=k, v=v, tables=tables, bias=key_bias, sink=sink)
+    inputs = dict(q=q, k=k, v=v, tables=tables, bias=key_bias, sink=sink, starts=starts)
     call_library("forward", q_offset, window, **inputs, o=o, lse=lse)
     return o, lse
 
 
 @forward_op.register_fake
-def _(q, k, v, tables, key_bias, sink, q_offset, window):
+def _(q, k, v, tables, key_bias, sink, starts, q_offset, window):
     return heads_last(q, q.new_empty), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -102,6 +114,7 @@ def backward_op(
     tables: Tensor,
     key_bias: Tensor | None,
     sink: Tensor | None,
+    starts: Tensor | None,
     q_offset: int,
     window: int,
     learned: bool,
@@ -136,6 +149,7 @@ def backward_op(
         tables=tables,
         dtables=dtables,
         bias=key_bias,
+        starts=starts,
         dbias=dbias,
         dlogits=dlogits,
         dq=dq[0],
@@ -166,7 +180,7 @@ def backward_op(
 
 
 @backward_op.register_fake
-def _(dout, q, k, v, o, lse, tables, key_bias, sink, q_offset, window, learned):
+def _(dout, q, k, v, o, lse, tables, key_bias, sink, starts, q_offset, window, learned):
     dq, dk, dv = heads_last(q, q.new_empty), heads_last(k, k.new_empty), heads_last(k, k.new_empty)
     others = tables if learned else None, key_bias, sink
     return dq, dk, dv, *(tables.new_empty(0 if x is None else x.shape) for x in others)
@@ -178,10 +192,10 @@ def save_for_backward(ctx, inputs, output):
 
 
 def backward(ctx, dout, _):
-    q, k, v, tables, key_bias, sink, o, lse = ctx.saved_tensors
-    tensors = dout, q, k, v, o, lse, tables, key_bias, sink
+    q, k, v, tables, key_bias, sink, starts, o, lse = ctx.saved_tensors
+    tensors = dout, q, k, v, o, lse, tables, key_bias, sink, starts
     gradients = backward_op(*tensors, ctx.q_offset, ctx.window, ctx.needs_input_grad[3])
-    return *(x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad)), None, None
+    return *(x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad)), None, None, None
 
 
 forward_op.register_autograd(backward, setup_context=save_for_backward)

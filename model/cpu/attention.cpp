@@ -3,8 +3,8 @@
 // products use PyTorch's BLAS. __init__.py calls the functions.
 //
 // The tables of A and M are reversed, A[length - 1 - t], so a row of keys reads them forwards. Calls without key biases
-// (BIASED) or gradients of learned tables (LEARNED) run templates without their code. A window hides keys. A row's
-// running sum begins with the sink.
+// (BIASED) or gradients of learned tables (LEARNED) run templates without their code. A window and the start of a
+// document hide keys. A row's running sum begins with the sink.
 
 #include <vector>
 

@@ -22,6 +22,7 @@ struct Call {
     float* dbias;    // (batch, heads, keys), to add to
     float* dlogits;  // (parts, batch, heads, queries), to add each row's sum of the logits' gradients to
     float* sink;     // (heads), one more logit of each row, or null
+    int64_t* starts;  // (batch, keys), the first key that each token may see, which never decreases, or null
     int64_t batch, heads, table_heads, queries, keys, dim, q_offset, window, parts, tile_queries, tile_keys;
 };
 
@@ -55,11 +56,13 @@ struct Head {  // one head of one sequence
     const Call& call;
     int64_t n;
     const float *A, *M, *bias;
+    const int64_t* starts;
     Head(const Call& call, int64_t n) : call(call), n(n) {
         const int64_t head = call.table_heads > 1 ? n % call.heads : 0;
         A = call.tables + head * call.keys;
         M = A + call.table_heads * call.keys;
         bias = call.bias ? call.bias + n * call.keys : nullptr;
+        starts = call.starts ? call.starts + n / call.heads * call.keys : nullptr;
     }
     float* row(const Matrix& x, int64_t token) const {
         return x.data + n / call.heads * x.batch + n % call.heads * x.head + token * x.token;
@@ -70,10 +73,13 @@ struct Head {  // one head of one sequence
     int64_t visible(int64_t i, int64_t j, int64_t count) const {
         return std::clamp<int64_t>(call.q_offset + i - j + 1, 0, count);
     }
-    // How many of these keys the window hides. Hidden keys come first.
-    int64_t hidden(int64_t i, int64_t j, int64_t count) const { return visible(i - call.window, j, count); }
-    // The first key that query i sees, and the end of the queries that see key j.
-    int64_t first_key(int64_t i) const { return std::max<int64_t>(call.q_offset + i - call.window + 1, 0); }
+    // How many of these keys are before the first key that query i sees.
+    int64_t hidden(int64_t i, int64_t j, int64_t count) const { return std::clamp<int64_t>(first_key(i) - j, 0, count); }
+    // The first key that query i sees, which never decreases with i, and a bound on the queries that see key j.
+    int64_t first_key(int64_t i) const {
+        const int64_t start = starts ? starts[call.q_offset + i] : 0;
+        return std::max<int64_t>(call.q_offset + i - call.window + 1, start);
+    }
     int64_t last_query(int64_t j) const {
         return std::clamp<int64_t>(j + call.window - call.q_offset, 0, call.queries);
     }

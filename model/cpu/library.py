@@ -31,7 +31,7 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, Matrix) for name in MATRICES),
         *((name, ctypes.c_void_p) for name in ("lse", "delta", "tables", "dtables")),
-        *((name, ctypes.c_void_p) for name in ("bias", "dbias", "dlogits", "sink")),
+        *((name, ctypes.c_void_p) for name in ("bias", "dbias", "dlogits", "sink", "starts")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "table_heads", "queries", "keys", "dim")),
         *((name, ctypes.c_int64) for name in ("q_offset", "window", "parts", "tile_queries", "tile_keys")),
     ]

@@ -123,11 +123,12 @@ class QueryScale(Mechanism):
         raise NotImplementedError
 
     def multiplier(self, table: Tensor, x: Tensor | None) -> Tensor:
-        """Return this layer's multipliers, (1 or H, T) or (B, H, T), from the table and the layer's input x (B, T, C).
+        """Return this layer's multipliers, ([B,] 1 or H, T), from the table ([B,] T) and the layer's input x (B, T, C).
 
-        The result is differentiable in x and in the parameters.
+        The table has a batch where attention stays within documents. The result is differentiable in x and in the
+        parameters.
         """
-        return table.unsqueeze(0)
+        return table.unsqueeze(-2)
 
 
 class ScoreChange(Mechanism):
@@ -308,6 +309,12 @@ class Method(nn.Module):
             raise UserError(f"{shapes}. {self.name} needs (batch, {heads}, length, {width}).")
         if self.needs_input and x is None:
             raise UserError(f"{self.name} needs x, the input of the layer. Pass it.")
+
+    def check_documents(self):
+        """Raise ValueError if the method cannot stay within documents."""
+        if self.replacement is not None or self.skip_first:
+            reason = "has an exception for the first key" if self.skip_first else "replaces softmax attention"
+            raise UserError(f"document_mask does not work with {self.name}, which {reason}. Use another method.")
 
     def reset_parameters(self):
         for mechanism in self.mechanisms():

@@ -28,4 +28,4 @@ class LogN(QueryScale):
         return n.double().log().float()  # (T,)
 
     def multiplier(self, table, x):
-        return self.scale[:, None] * table  # (H, T)
+        return self.scale[:, None] * table.unsqueeze(-2)  # ([B,] H, T)

@@ -79,7 +79,7 @@ class AdaptiveScale(QueryScale):
 
     def multiplier(self, table, x):
         beta, gamma = (self.by_head(x, weight) for weight in (self.beta, self.gamma))
-        power = torch.exp(2 * torch.tanh(gamma) * table.to(gamma.dtype))
+        power = torch.exp(2 * torch.tanh(gamma) * table.unsqueeze(-2).to(gamma.dtype))
         # softplus(beta) has a gradient with other strides than torch.compile expects, because beta is transposed.
         return 1 - F.logsigmoid(-beta) * power
 

@@ -25,8 +25,9 @@ class Factor(QueryScale):
     def table(self, positions, target_length):
         return torch.full(positions.shape, 1.0 if self.learned is not None else self.factor, device=positions.device)
 
-    def multiplier(self, table, x):  # (1, T) or (H, T)
-        return table.unsqueeze(0) if self.learned is None else self.learned[:, None] * table
+    def multiplier(self, table, x):  # ([B,] 1 or H, T)
+        table = table.unsqueeze(-2)
+        return table if self.learned is None else self.learned[:, None] * table
 
 
 class LogRoot(QueryScale):
