@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data.documents import DocumentReader
 from data.download import fetch
 from data.shards import open_split
-from data.text import read_documents
 from data.tokenizer import Tokenizer
 from errors import UserError
 
@@ -74,7 +74,7 @@ class Haystack:
     @classmethod
     def from_c4(cls, folder: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
         """Return the documents in the first file of a split of C4 (en), the paper's haystack. OSError: see fetch_c4."""
-        texts = list(read_documents(fetch_c4(folder, split)))
+        texts = [*DocumentReader([fetch_c4(folder, split)])]
 
         def document(index: int) -> np.ndarray:
             return np.array([tokenizer.eot, *tokenizer.encode(texts[index])])
