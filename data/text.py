@@ -21,7 +21,6 @@ import argparse
 import hashlib
 import itertools
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,8 +30,8 @@ from tqdm import tqdm
 from data.copy_rows import SEED, RowLengths, check_rows, rows
 from data.documents import DocumentReader
 from data.shard_writer import ShardWriter
-from data.shards import TOKEN, TOKENIZER_FILE
-from data.tokenizer import TOKENIZER_CONFIG, Tokenizer, load_tokenizer, pieces, train_bpe
+from data.shards import TOKEN, TOKENIZER_CONFIG, TOKENIZER_FILE, copy_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, pieces, train_bpe
 from errors import UserError, exit_on_user_error
 
 SHUFFLE_SEED = 0
@@ -123,7 +122,7 @@ def prepare(
         train_bpe(splits["train"], size, out / TOKENIZER_FILE)
         loaded = load_tokenizer(out / TOKENIZER_FILE)
     elif loaded.name == TOKENIZER_FILE:
-        _copy_tokenizer(loaded.file, out)
+        copy_tokenizer(loaded.file, out)
 
     # 3. Write the tokens of each split.
     with ShardWriter(
@@ -146,16 +145,6 @@ def prepare(
         if copy_rows is not None:
             writer.manifest["copy_rows"] = {"share": copy_rows, "row_lengths": row_lengths, "seed": SEED}
         return writer.close()
-
-
-def _copy_tokenizer(file: Path, out: Path):
-    """Copy a tokenizer and its configuration, if it has one, into a folder. It may be there already."""
-    if file.resolve() == (out / TOKENIZER_FILE).resolve():
-        return
-    shutil.copyfile(file, out / TOKENIZER_FILE)
-    config = file.with_name(TOKENIZER_CONFIG)
-    if config.exists() and config.parent.resolve() != out.resolve():
-        shutil.copyfile(config, out / TOKENIZER_CONFIG)
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:

@@ -10,11 +10,10 @@ import tiktoken
 import tokenizers
 
 from data.download import model_file
-from data.shards import TOKENIZER_FILE, read_manifest
+from data.shards import TOKENIZER_CONFIG, TOKENIZER_FILE, read_manifest
 from errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
-TOKENIZER_CONFIG = "tokenizer_config.json"  # beside a model's tokenizer.json
 PIECE_CHARACTERS = 1 << 15
 PIECE = re.compile(rf"(?s).{{1,{PIECE_CHARACTERS}}}(?:\Z|(?<=\S)(?=[ \n]))|.{{1,{PIECE_CHARACTERS}}}")
 
