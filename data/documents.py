@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
@@ -24,6 +24,8 @@ from errors import UserError
 SEPARATOR = re.compile(rf"^[^\S\n]*{re.escape(END_OF_TEXT)}[^\S\n]*$", re.MULTILINE)
 KIND = re.compile(r"(\.[^.]*)?(\.gz|\.zst)?$")
 IN_FOLDERS = re.compile(r"\.(txt|jsonl|ndjson|parquet|json(?=\.))(\.gz|\.zst)?")  # a bare .json is rarely text
+REPLACED = "not UTF-8, replaced"  # bytes, and lone surrogates in JSON
+LISTED = 8  # of the largest counts of one kind
 CHARACTERS = 1000  # of a file for each replaced character, at least; with fewer, the file has another encoding
 
 
@@ -41,10 +43,8 @@ class DocumentReader:
 
     def __init__(self, inputs: Iterable[Path], field: str = "text", skip_bad: bool = False):
         self.field, self.skip_bad = field, skip_bad
-        self.documents = Counter()  # by kind of file
-        self.left_out = Counter()  # files by kind
-        self.replaced = Counter()  # bytes that are not UTF-8, and lone surrogates in JSON, by file
-        self.bad_rows = Counter()  # by file
+        # "documents" and files "left out" by kind of file, "bad rows" and REPLACED by file.
+        self.counts = defaultdict(Counter)
         self.not_utf8: list[Path] = []
         files = set()
         for path in inputs:
@@ -57,13 +57,13 @@ class DocumentReader:
         for path in folder.rglob("*"):
             if path.is_dir():
                 if path.is_symlink() or not os.access(path, os.R_OK | os.X_OK):  # rglob does not look into it
-                    self.left_out["linked or locked folders"] += 1
+                    self.counts["left out"]["linked or locked folders"] += 1
             elif IN_FOLDERS.fullmatch(kind_of(path)):
                 found.append(path)
             else:
-                self.left_out[kind_of(path)] += 1
+                self.counts["left out"][kind_of(path)] += 1
         if not found:
-            raise UserError(f"{folder} has no text but {listing(self.left_out)}. Name another folder, or files.")
+            raise UserError(f"{folder}: has no .txt, .jsonl or .parquet files. Name another folder, or files.")
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -71,15 +71,15 @@ class DocumentReader:
             characters, kind = 0, kind_of(path)
 
             def replace(error: UnicodeError, path: Path = path):
-                self.replaced[path] += error.end - error.start
+                self.counts[REPLACED][path] += error.end - error.start
                 return codecs.replace_errors(error)
 
             codecs.register_error("counted", replace)
             for text in filter(None, self._texts(path, kind)):
                 characters += len(text)
-                self.documents[kind] += 1
+                self.counts["documents"][kind] += 1
                 yield text
-            if self.replaced[path] * CHARACTERS > characters:
+            if self.counts[REPLACED][path] * CHARACTERS > characters:
                 self.not_utf8.append(path)
 
     def _texts(self, path: Path, kind: str) -> Iterator[str]:
@@ -117,29 +117,19 @@ class DocumentReader:
                 if not self.skip_bad:
                     problem = f"{path}: line {number}: not an object with a text in field {self.field!r}"
                     raise UserError(f"{problem}. Choose a --field, or leave such lines out with --skip-bad.") from error
-                self.bad_rows[path] += 1
+                self.counts["bad rows"][path] += 1
 
     def report(self):
         """Print what was read, left out and changed. Raise ValueError for files in another encoding than UTF-8."""
-        counts = {
-            "documents": self.documents,
-            "files left out": self.left_out,
-            "rows left out": self.bad_rows,
-            "not UTF-8 and replaced": +self.replaced,
-        }
-        for name, counter in counts.items():
-            if counter:
-                print(f"{name}: {listing(counter)}", flush=True)
+        for name, counter in self.counts.items():
+            parts = [f"{count:,} {key or 'without suffix'}" for key, count in counter.most_common()]
+            if len(parts) > LISTED:
+                parts[LISTED:] = [f"and {len(parts) - LISTED} more"]
+            if parts:
+                print(f"{name}: {', '.join(parts)}", flush=True)
         if self.not_utf8:
             names = ", ".join(map(str, self.not_utf8))
             raise UserError(f"{names}: not UTF-8. Convert with `iconv -f ENCODING -t UTF-8`, or leave out.")
-
-
-def listing(counter: Counter, most: int = 8) -> str:
-    """Return the largest counts with their names."""
-    parts = [f"{count:,} {name or 'without suffix'}" for name, count in counter.most_common(most)]
-    more = counter.total() - sum(count for _, count in counter.most_common(most))
-    return ", ".join(parts) + (f", {more:,} others" if more else "")
 
 
 def _open(path: Path, kind: str) -> TextIOWrapper:

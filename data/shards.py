@@ -92,6 +92,7 @@ def read_manifest(folder: Path) -> dict | None:
     if not path.exists():
         return None
     manifest = parse_object(read_bytes(path), str(path), remedy, tokenizer=str, vocab_size=int, files=dict)
+    check_object(manifest.get("copy_rows", {}), f"{path}: copy_rows", remedy)
     for name, entry in manifest["files"].items():
         check_object(entry, f"{path}: {name}", remedy, tokens=int, max_token=int, sha256=str)
         if entry["max_token"] >= manifest["vocab_size"]:

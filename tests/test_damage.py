@@ -33,6 +33,7 @@ MANIFESTS = {  # the message: the manifest
     "vocab_size": lambda m: m.update(vocab_size=True),
     "files": lambda m: m.update(files=[]),
     "letters_train_000001.bin": lambda m: m.update(vocab_size=9),  # fewer than in the shard
+    "copy_rows": lambda m: m.update(copy_rows=5),
     "letters_val_000000.bin": lambda m: m["files"].update({"letters_val_000000.bin": 5}),
 }
 
