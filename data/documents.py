@@ -86,7 +86,8 @@ class DocumentReader:
         """Yield the texts of a file, stripped. Some may be empty."""
         try:
             if kind.startswith(".parquet"):
-                batches = _pyarrow(path).parquet.ParquetFile(path).iter_batches(columns=[self.field])
+                table = _pyarrow(path).parquet.ParquetFile(path, page_checksum_verification=True)
+                batches = table.iter_batches(columns=[self.field])
                 rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
                 yield from self._texts_of_rows(rows, path)
                 return

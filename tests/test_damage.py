@@ -55,7 +55,8 @@ def test_a_manifest_of_the_wrong_shape_is_named_with_its_field(named, folder, ca
 @pytest.mark.parametrize("content", ["5", '"x"', "[]", "null", "{", '{"dataset": "mine"}', "\udcff", "[" * 100_000])
 def test_a_manifest_of_another_program_is_named(content, folder, capsys):
     (folder / "data/manifest.json").write_text(content, errors="surrogateescape")
-    fails(capsys, "manifest.json", shards.main, "verify", folder / "data")
+    for command in "verify", "describe":
+        fails(capsys, "manifest.json", shards.main, command, folder / "data")
 
 
 @pytest.mark.parametrize("line", ["5", '"x"', "{}", '{"step": "1"}', "{"])

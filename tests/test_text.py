@@ -192,12 +192,11 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
 
 
 def test_named_files_and_options(tmp_path, out):
-    texts = [f"line {i}" for i in range(20)]
-    write_lines(tmp_path / "lines.json", texts, "body")
-    write_files(tmp_path, {"in/sub/found.txt": "found", "note.md": "a note", "bad.jsonl": "null"})
-    inputs = [tmp_path / name for name in ("in", "note.md", "lines.json", "bad.jsonl")]
+    write_lines(tmp_path / "lines.json", map(str, range(20)), "body")
+    write_files(tmp_path, {"in/sub/found.txt": "found", "note.md": "a note", "bad.json": "null"})
+    inputs = [tmp_path / name for name in ("in", "note.md", "lines.json", "bad.json")]
     succeeds(main, *inputs, *f"--field body --skip-bad --val-fraction 0.3 --tokenizer bpe:300 --out {out}".split())
-    assert_documents(out, ["found", "a note", *texts])
+    assert_documents(out, ["found", "a note", *map(str, range(20))])
 
 
 @pytest.mark.parametrize("count, fraction", [(1, 0.05), (1, 0.9), (3, 0.05)])
