@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from data.tokenizer import END_OF_TEXT
-from errors import UserError
+from errors import UserError, require
 
 SEPARATOR = re.compile(rf"^[^\S\n]*{re.escape(END_OF_TEXT)}[^\S\n]*$", re.MULTILINE)
 KIND = re.compile(r"(\.[^.]*)?(\.gz|\.zst)?$")
@@ -62,8 +62,7 @@ class DocumentReader:
                 found.append(path)
             else:
                 self.counts["left out"][kind_of(path)] += 1
-        if not found:
-            raise UserError(f"{folder}: has no .txt, .jsonl or .parquet files. Name another folder, or files.")
+        require(found, f"{folder}: has no .txt, .jsonl or .parquet files. Name another folder, or files.")
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -101,8 +100,8 @@ class DocumentReader:
         except (EOFError, zlib.error, OSError, ValueError) as error:  # pyarrow raises the last two
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"cannot read {path} ({reason}). Get the file again, or check the disk.") from error
-        if "\0" in whole:  # a compressed or binary file, or one in UTF-16
-            raise UserError(f"{path}: not a text in UTF-8. Convert it to .txt or .jsonl, perhaps .gz.")
+        problem = f"{path}: not a text in UTF-8. Convert it to .txt or .jsonl, perhaps .gz."
+        require("\0" not in whole, problem)  # a compressed or binary file, or one in UTF-16
         if re.match(rf'{{.*"{re.escape(self.field)}":', whole):
             raise UserError(f"{path}: begins with a JSON object. Give the file a name with .jsonl at the end.")
         yield from map(str.strip, SEPARATOR.split(whole))

@@ -23,7 +23,7 @@ from data.documents import DocumentReader
 from data.download import fetch
 from data.shards import open_split
 from data.tokenizer import Tokenizer
-from errors import UserError
+from errors import UserError, require
 
 CITIES = (
     "Accra, Amsterdam, Antwerp, Athens, Bangkok, Barcelona, Beijing, Berlin, Bogota, Boston, "
@@ -66,8 +66,7 @@ class Haystack:
         stream = open_split(data_dir, split, tokenizer.vocab_size)
         tokens = stream.read(0, min(len(stream), HAYSTACK_TOKENS))
         starts = np.flatnonzero(tokens == tokenizer.eot)  # (documents,)
-        if not len(starts):
-            raise UserError(f"{data_dir}: no end-of-text token in the {split} shards. Prepare the data again.")
+        require(len(starts), f"{data_dir}: no end-of-text token in the {split} shards. Prepare the data again.")
         documents = np.split(tokens, starts)[1:]
         return cls(split, len(documents), lambda index: documents[index])
 
@@ -151,8 +150,7 @@ class NeedleTask:
 
         # 2. Draw the haystack, and cut it where the needles go.
         haystack_length = self.length - sum(map(len, [*needles, separator, response]))
-        if haystack_length <= 0:
-            raise UserError(f"length {self.length} has no space for a haystack. Use {2 * self.length}.")
+        require(haystack_length > 0, f"length {self.length} has no space for a haystack. Use {2 * self.length}.")
         haystack = self.haystack.sample(haystack_length, rng)
         gaps = np.sort(rng.integers(0, haystack_length, NEEDLES, endpoint=True))  # gap g is before haystack token g
         first, *rest = np.split(haystack, gaps)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import UserError, exit_on_user_error
+from errors import UserError, exit_on_user_error, require
 from files import check_object, naming, parse_object, read_bytes, replace_text
 
 MAGIC, VERSION = 20240520, 1
@@ -62,14 +62,12 @@ def read_array(path: Path, dtype: np.dtype, count: int, offset: int = 0) -> np.n
 def read_header(path: Path) -> int:
     """Return the number of tokens in a shard. Raise ValueError if the file is not a complete, non-empty shard."""
     header = read_array(path, np.dtype("<i4"), 3).tolist()
-    if header[:2] != [MAGIC, VERSION]:
-        raise UserError(f"{path}: not a token shard of version {VERSION}. Prepare it again.")
+    require(header[:2] == [MAGIC, VERSION], f"{path}: not a token shard of version {VERSION}. Prepare it again.")
     num_tokens = header[-1]  # of a file of 8 bytes: VERSION, which the size contradicts
-    if num_tokens <= 0:
-        raise UserError(f"{path}: has no tokens. Prepare it again.")
+    require(num_tokens > 0, f"{path}: has no tokens. Prepare it again.")
     size = os.path.getsize(path)
-    if size != shard_bytes(num_tokens):
-        raise UserError(f"{path}: has {size} bytes instead of {shard_bytes(num_tokens)}. Prepare it again.")
+    problem = f"{path}: has {size} bytes instead of {shard_bytes(num_tokens)}. Prepare it again."
+    require(size == shard_bytes(num_tokens), problem)
     return num_tokens
 
 
@@ -184,8 +182,7 @@ class TokenStream:
             path = self.paths[shard]
             wanted = min(count - filled, self.shard_tokens[shard] - offset)
             part = read_array(path, TOKEN, wanted, shard_bytes(offset))
-            if len(part) < wanted:
-                raise UserError(f"{path}: the file was truncated during the run. Restore it.")
+            require(len(part) == wanted, f"{path}: the file was truncated during the run. Restore it.")
             tokens[filled : filled + wanted] = part
             filled += wanted
 
@@ -207,11 +204,9 @@ def open_split(data_dir: Path, split: str, vocab_size: int, remedy: str = "Prepa
     # 1. Find the shards and the manifest.
     data_dir = Path(data_dir)
     paths = find_shards(data_dir, split)
-    if not paths:
-        raise UserError(f"{data_dir}: no {split} shards, such as x_{split}_000001.bin. {remedy}")
+    require(paths, f"{data_dir}: no {split} shards, such as x_{split}_000001.bin. {remedy}")
     manifest = read_manifest(data_dir)
-    if not manifest:
-        raise UserError(f"{data_dir}: has no {MANIFEST}. Run {DESCRIBE.format(data_dir)} once.")
+    require(manifest, f"{data_dir}: has no {MANIFEST}. Run {DESCRIBE.format(data_dir)} once.")
 
     # 2. Compare them: (name, number of tokens) of each shard.
     entries = manifest["files"]
@@ -235,8 +230,7 @@ def open_split(data_dir: Path, split: str, vocab_size: int, remedy: str = "Prepa
 def verify(data_dir: Path) -> dict[str, str]:
     """Return file name -> problem, for the manifest's and all other .bin files. Raise ValueError without a manifest."""
     manifest = read_manifest(data_dir)
-    if not manifest:
-        raise UserError(f"{data_dir}: has no {MANIFEST} to verify against. Give a folder of prepared data.")
+    require(manifest, f"{data_dir}: has no {MANIFEST} to verify against. Give a folder of prepared data.")
     problems = {}
     if manifest.get("tokenizer_sha256") not in (None, sha256_of(data_dir / TOKENIZER_FILE)):
         problems[TOKENIZER_FILE] = "missing or changed"
@@ -255,13 +249,11 @@ def describe(folder: Path) -> dict:
 
     Raise ValueError for shards that these tokenizers cannot have made, and for a folder without both splits.
     """
-    if read_manifest(folder):
-        raise UserError(f"{folder}: has a {MANIFEST}. Verify it instead.")
+    require(not read_manifest(folder), f"{folder}: has a {MANIFEST}. Verify it instead.")
     files = {}
     for split, number in {"train": 1, "val": 0}.items():
         paths = find_shards(folder, split)
-        if not paths:
-            raise UserError(f"{folder}: no {split} shards. Name them x_{split}_{number:06d}.bin and so on.")
+        require(paths, f"{folder}: no {split} shards. Name them x_{split}_{number:06d}.bin and so on.")
         files |= {path.name: describe_shard(path) for path in paths}
     manifest = {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "files": files}
     largest = max(entry["max_token"] for entry in files.values())
@@ -296,8 +288,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.command == "describe":
         write_manifest(folder, describe(folder))
     bad = [f"{name} ({problem})" for name, problem in verify(folder).items()]
-    if bad:
-        raise UserError(f"{folder}: {len(bad)} bad files, {', '.join(bad)}. Remove them and make them again.")
+    require(not bad, f"{folder}: {len(bad)} bad files, {', '.join(bad)}. Remove them and make them again.")
     print(f"{folder}: all files agree with {MANIFEST}")
 
 

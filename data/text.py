@@ -32,7 +32,7 @@ from data.documents import DocumentReader
 from data.shard_writer import ShardWriter
 from data.shards import TOKEN, TOKENIZER_CONFIG, TOKENIZER_FILE, copy_tokenizer
 from data.tokenizer import Tokenizer, load_tokenizer, pieces, train_bpe
-from errors import UserError, exit_on_user_error
+from errors import exit_on_user_error, require
 
 SHUFFLE_SEED = 0
 PIECES = 32  # encoded in one call: enough to keep all cores busy
@@ -43,8 +43,7 @@ PIECES = 32  # encoded in one call: enough to keep all cores busy
 
 def split_documents(documents: Iterable[str], val_fraction: float) -> dict[str, list[str]]:
     """Return the documents of "train" and "val", shuffled. Raise ValueError for too little text."""
-    if not 0 < val_fraction < 1:
-        raise UserError(f"--val-fraction {val_fraction}: out of range. Use more than 0 and less than 1.")
+    require(0 < val_fraction < 1, f"--val-fraction {val_fraction}: out of range. Use more than 0 and less than 1.")
 
     # 1. The hash of a document decides its split.
     splits = {"train": [], "val": []}
@@ -54,8 +53,7 @@ def split_documents(documents: Iterable[str], val_fraction: float) -> dict[str, 
     if not all(splits.values()):
         print(f"too few documents to divide: val is the last {100 * val_fraction:g} % of each", flush=True)
         splits = _cut_documents(splits["train"] or splits["val"], val_fraction)
-    if not all(splits.values()):
-        raise UserError(f"--val-fraction {val_fraction}: too few documents for two splits. Use more text.")
+    require(all(splits.values()), f"--val-fraction {val_fraction}: too few documents for two splits. Use more text.")
 
     # 2. Shuffle.
     for split, texts in splits.items():
@@ -103,14 +101,12 @@ def prepare(
     # 1. Check the arguments, before all text is read.
     if copy_rows is not None:
         check_rows(copy_rows, row_lengths)
-    if any(out.glob("*.bin")):
-        raise UserError(f"{out}: already has shards. Choose another --out, or remove them.")
+    require(not any(out.glob("*.bin")), f"{out}: already has shards. Choose another --out, or remove them.")
     reader = DocumentReader(inputs, field, skip_bad)
     bpe = re.fullmatch(r"bpe:(\d+)", tokenizer)
     loaded = None if bpe else load_tokenizer(tokenizer)
     size = int(bpe[1]) if bpe else loaded.vocab_size
-    if size > 2**16:
-        raise UserError(f"--tokenizer {tokenizer}: {size} tokens do not fit shards of uint16. Use at most {2**16}.")
+    require(size <= 2**16, f"--tokenizer {tokenizer}: {size} tokens do not fit shards of uint16. Use at most {2**16}.")
 
     # 2. Read the documents, and put the tokenizer into the folder.
     documents = [*tqdm(reader, "reading", unit="doc", disable=None)]
