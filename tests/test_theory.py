@@ -10,6 +10,7 @@ from attention_cases import random
 from numpy.polynomial.hermite_e import hermegauss
 from scipy import stats
 
+from model.methods.scale_invariant import main
 from scripts.reproduce import theory
 
 
@@ -90,3 +91,15 @@ def test_lemmas_hold_to_rounding(tau):
         logits = a * z + m
         for values in (np.exp(logits), logits * np.exp(logits)):
             assert weights @ values == pytest.approx(math.exp(0.5) / (t / tau + 1), rel=1e-10)
+
+
+def test_the_printed_decades_are_the_papers_claim(capsys):
+    """exp(m_t + a_t^2 / 2) is e^0.5 / (1 + t/10), so the share of a decade is a sum of 1 / (10 + t)."""
+    main()
+    _, *rows = capsys.readouterr().out.replace(",", "").replace("%", "").splitlines()
+    kernel = 1 / (10 + np.arange(100_000))
+    for row, start in zip(rows, (1, 10, 100, 1_000, 10_000), strict=True):
+        m, decade = -2 * math.log(1 + start / 10), kernel[start : 10 * start]
+        share, plain = 100 * decade.sum() / kernel.sum(), len(decade) / 1_000
+        errors = np.array(row.split(), float) - [start, (1 - m) ** 0.5, m, share, plain]
+        assert (abs(errors) <= [0, 6e-4, 6e-4, 0.06, 0.006]).all()  # of rounding
