@@ -212,7 +212,8 @@ class Run:
             if self.folder is not None:
                 summary = self._summary(validation)
                 self.folder.write_json("summary.json", summary)
-                self.log.print("\n".join(f"{key}: {value}" for key, value in numbers(summary).items()))
+                for pair in numbers(summary).items():
+                    self.log.print("{}: {}".format(*pair))
                 self.log.print(f"finished: the results are in {self.path / 'summary.json'}")
         self.log.close()
 

@@ -50,21 +50,13 @@ def compare(
     return ["### Differences", text, table]
 
 
-def differences(
-    losses: dict,
-    reference: str,
-    lengths: list[int],
-    not_trained: Collection[str] = (),
-    shared: bool = True,
-) -> list[dict]:
+def differences(losses: dict, reference: str, lengths: list[int], not_trained: Collection[str] = ()) -> list[dict]:
     """Return a row per series and length: the difference to the reference, its standard error, and p-values.
 
     Standard error and p-values are None for too few seeds. not_trained: series that use the weights of another series.
-    Their spread over seeds is no independent estimate, so the common variance leaves it out. shared: False gives each
-    method its own variance (Welch's test).
+    Their spread over seeds is no independent estimate, so the common variance leaves it out.
     """
-    pooled = losses if shared else {}
-    rows, common = [], {length: common_variance(pooled, length, not_trained) for length in lengths}
+    rows, common = [], {length: common_variance(losses, length, not_trained) for length in lengths}
     for (series, length), values in losses.items():
         ours = losses.get((reference, length))
         if series == reference or length not in common or not values or not ours:
