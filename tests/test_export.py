@@ -268,3 +268,22 @@ def test_scores_of_the_evaluation_harness_equal_our_model(run, exported, tmp_pat
     responses = [response[0] for sample in samples for response in sample["filtered_resps"]]
     assert responses == pytest.approx(log_p, abs=1e-4)
     assert found["results"]["words"]["exact_match,none"] == 0.75
+
+    # 3. RULER's needles, two prompts of 600 tokens in place of 500.
+    samples = pytest.importorskip("lm_eval.tasks.ruler.prepare_niah", reason="RULER needs wonderwords")
+    make = samples.generate_samples
+    monkeypatch.setattr(samples, "generate_samples", lambda *args, **options: make(*args, **options | {"num_samples": 2}))
+    found = lm_eval.simple_evaluate(
+        "hf",
+        model_args=arguments,
+        tasks=["niah_single_1"],
+        batch_size=1,
+        device="cpu",
+        metadata={"max_seq_lengths": [600], "pretrained": str(exported)},
+        gen_kwargs="max_gen_toks=8",
+    )
+    assert found["results"]["niah_single_1"]["600,none"] == 0
+    for sample in found["samples"]["niah_single_1"]:
+        prompt = tokenizer.encode(sample["arguments"][0][0])
+        answer = tokenizer.decode(greedy_decode(gpt, torch.tensor([prompt]), 8)[0].tolist())
+        assert sample["resps"][0][0].strip() == answer.replace("<unk>", "").strip()
