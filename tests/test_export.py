@@ -272,7 +272,8 @@ def test_scores_of_the_evaluation_harness_equal_our_model(run, exported, tmp_pat
     # 3. RULER's needles, two prompts of 600 tokens in place of 500.
     samples = pytest.importorskip("lm_eval.tasks.ruler.prepare_niah", reason="RULER needs wonderwords")
     make = samples.generate_samples
-    monkeypatch.setattr(samples, "generate_samples", lambda *args, **options: make(*args, **options | {"num_samples": 2}))
+    fewer = {"num_samples": 2}
+    monkeypatch.setattr(samples, "generate_samples", lambda *args, **options: make(*args, **options | fewer))
     found = lm_eval.simple_evaluate(
         "hf",
         model_args=arguments,
