@@ -19,6 +19,9 @@ from runtime.device import choose_ptxas, fix_threads, keep_freed_memory
 LOST_RANK = r"(?i)gloo|nccl|connection|timed out|timeout|\bpeer\b|(?<!tl\.)store|broken pipe"
 
 
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # variables that torchrun sets
+
+
 @dataclass(frozen=True)
 class Launch:
     """Numbers that torchrun gives to a process. A process without torchrun is the only one."""
@@ -34,10 +37,8 @@ def read_launch() -> Launch:
     Raise UserError for numbers that no launcher gives, such as a single variable that was left in a shell: this process
     would take itself for one of several, and would leave the work to ranks that do not exist.
     """
-    remedy = "Start several processes with torchrun, or unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE."
-    required = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    present = [name for name in (*required, "LOCAL_WORLD_SIZE") if name in os.environ]
-    if not present:
+    numbers = {name: os.environ[name] for name in (*LAUNCHER, "LOCAL_WORLD_SIZE") if name in os.environ}
+    if not numbers:
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
         require(
             tasks == "1",
@@ -46,21 +47,15 @@ def read_launch() -> Launch:
         )
         return Launch()
 
-    for name in required:
-        require(name in present, f"{name} is not set, but {present[0]} is. {remedy}")
-    for name in present:
-        least = 1 if name.endswith("SIZE") else 0
-        text = os.environ[name]
-        require(
-            re.fullmatch("[0-9]+", text) and int(text) >= least,
-            f"{name} is {text!r}, but it must be a number from {least} on. {remedy}",
-        )
-    launch = Launch(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
-    for name, value in (("RANK", launch.rank), ("LOCAL_RANK", launch.local_rank)):
-        require(value < launch.world_size, f"{name} is {value}, but WORLD_SIZE is {launch.world_size}. {remedy}")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        alone = launch.world_size == 1
-        require(alone or os.environ.get(name), f"WORLD_SIZE is {launch.world_size}, but {name} is not set. {remedy}")
+    # MASTER_ADDR and MASTER_PORT are left to torch.distributed, which names a missing one.
+    try:
+        launch = Launch(*(int(numbers[name]) for name in LAUNCHER))
+        possible = 0 <= launch.rank < launch.world_size and 0 <= launch.local_rank < launch.world_size
+        possible = possible and int(numbers.get("LOCAL_WORLD_SIZE", 1)) > 0
+    except (KeyError, ValueError):  # missing, or no number
+        possible = False
+    remedy = "Start several processes with torchrun, or unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE."
+    require(possible, f"The environment has {numbers}, which no launcher gives. {remedy}")
     return launch
 
 
