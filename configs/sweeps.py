@@ -104,18 +104,6 @@ def figure_tau(scale: Scale) -> list[Run]:
     return forms(scale.base, [(SI, tau_option(tau)) for tau in taus], scale.once)
 
 
-def open_choices(scale: Scale) -> list[Run]:
-    """Return runs for each choice that the paper leaves open, and runs with a_t alone and m_t alone."""
-    length, tau = preset(scale.base).train_length, tau_option(scale.scaled_tau)
-    cases = [("rope", {}), ("yarn", {"stretch": 1.0})]  # YaRN without its scaling is RoPE
-    cases += [("p_rope", {}), *(("p_rope", {"form": "barbero"} | share) for share in ({}, {"share": 0.75}))]
-    cases += [("logn_p_rope", {}), ("logn_p_rope", {"context": "length"})]
-    cases += [("alibi", {}), ("alibi", {"slopes": "geometric"})]
-    cases += [("infini_rope", {}), *(("infini_rope", {"segment_length": length // n}) for n in (8, 2))]
-    cases += [(SI, tau), (SI, tau | {"terms": "a"}), (SI, tau | {"terms": "m"})]
-    return forms(scale.base, cases, scale.once)
-
-
 PAPER_SWEEPS = dict(
     table_losses=table_losses,
     table_needle=with_needle(table_losses),
@@ -127,5 +115,4 @@ PAPER_SWEEPS = dict(
     figure_304m=lambda scale: with_variants(trained(scale.large, ["logn_p_rope", "alibi", SI], scale.once)),
     figure_tau=figure_tau,
     figure_scale_invariant_variants=lambda scale: with_variants(trained(scale.base, SCALE_INVARIANT, scale.seeds)),
-    open_choices=open_choices,
 )

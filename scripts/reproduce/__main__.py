@@ -44,7 +44,6 @@ PAPER_ITEMS = dict(
     figure_sublog_unscaled=figures.figure_sublog,
     **dict.fromkeys(figures.CURVES, figures.curve_figure),
     figure_qq=logits.figure_qq,
-    open_choices=tables.open_choices,
 )
 
 

@@ -59,15 +59,6 @@ def read_losses(study: Study) -> tuple[dict, list[int]]:
     return samples(study.by_seed(final_losses)), lengths
 
 
-def open_choices(study: Study) -> str:
-    text = (
-        "Choices that the paper leaves open, each beside ours: YaRN without scaling (equal to RoPE), p-RoPE in "
-        "Barbero's form, LogN of the context length instead of the query's position, ALiBi's slopes in "
-        "FlexAttention's form, shorter and longer segments, scale-invariant attention with a_t or m_t alone."
-    )
-    return f"{text}\n\n{table_losses(study)}"
-
-
 def table_llama(study: Study) -> str:
     """Return the table of Llama 2 7B: the paper's numbers beside our runs of scripts.continue_pretraining."""
     # 1. The runs that share model, training length and validation text with most runs.
