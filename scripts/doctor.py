@@ -50,10 +50,10 @@ class Finding(NamedTuple):
     remedy: str = ""  # what to do
 
 
-def main(argv: list[str] | None = None):
+def main():
     parser = Parser("python -m scripts.doctor", __doc__)
     parser.add_argument("preset", nargs="?", help="preset (default: quickstart); fields of train_gpt.py may follow")
-    argv = sys.argv[1:] if argv is None else argv
+    argv = sys.argv[1:]
     args, fields = parser.parse_known_args(argv if argv and not argv[0].startswith("-") else ["quickstart", *argv])
     with exit_on_user_error():
         config = read_run([args.preset, *fields])

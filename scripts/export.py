@@ -59,11 +59,11 @@ Commit: {commit}.
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
+def main():
     parser = Parser("python -m scripts.export", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="new folder (default: RUN/hf)")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     out = args.out or args.run / "hf"
     print(f"{out}: {export(args.run, out):,} parameters")
 

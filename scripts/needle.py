@@ -47,7 +47,7 @@ TEST_SEED = 1_000_000  # of the scored examples: the same for all runs, and unli
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
+def main():
     parser = Parser("python -m scripts.needle", __doc__)
     add = parser.add_argument
     parser.add_runs()
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None):
     add("--examples", type=int, help="scored prompts per length")
     parser.add_device()
     add("--compile", default="auto", choices=["auto", "on", "off"])
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     given = {name: value for name, value in vars(args).items() if name in vars(Needle()) and value is not None}
     needle = dataclasses.replace(SCALES[args.scale].needle, **given)
     device = start_processes(args.device).device

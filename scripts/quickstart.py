@@ -42,11 +42,11 @@ the loss of their second copy, in nats per token. Columns: tokens between the co
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
+def main():
     # 1. The runs.
     parser = Parser("python -m scripts.quickstart", __doc__)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of all results (default: runs)")
-    args, field_arguments = parser.parse_known_args(argv)
+    args, field_arguments = parser.parse_known_args()
     start_time, runs_dir = time.monotonic(), args.runs_dir
     fields = field_changes("quickstart", field_arguments) | {"runs_dir": str(runs_dir), "resume": "auto"}
     own = fields.keys() & {"method", "method_options"}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import CPU
-from commands import fails, read_json
+from commands import fails, read_json, succeeds
 from lives import run_ranks
 from numpy.lib.stride_tricks import sliding_window_view as windows
 from test_gpt import make_gpt
@@ -156,7 +156,7 @@ def test_a_run_measures_it_at_validations_at_all_lengths(run):
 
 def test_evaluate_measures_it_and_keeps_it(run, capsys):
     def call(*gaps):
-        evaluate.main([str(run), "--device", "cpu", *gaps])
+        succeeds(evaluate.main, run, "--device", "cpu", *gaps)
         return measured(run, "evaluation.json")
 
     summary = measured(run, "summary.json")

@@ -52,16 +52,16 @@ def all_items() -> dict[str, Callable[[Study], str]]:
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
+def main():
     # 1. The arguments.
-    argv = sys.argv[1:] if argv is None else argv
+    argv = sys.argv[1:]
     items = all_items()
     parser = Parser("python -m scripts.reproduce", f"{__doc__}\nItems: all, {', '.join(items)}.")
     parser.add_argument("item", metavar="ITEM", choices=["all", *items])
     out_help = "folder of the page and the figures (default: of the study, or results/SCALE)"
     parser.add_argument("--out", type=Path, help=out_help)
     add_run_options(parser, runs_dir=None)
-    args, fields = parser.parse_known_args(argv)
+    args, fields = parser.parse_known_args()
     scale, study_name = home_of(args.item)
     args.scale = args.scale or scale or "paper"
     args.out = args.out or Path("results") / (study_name if scale == args.scale else args.scale)

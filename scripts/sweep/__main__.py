@@ -33,8 +33,8 @@ STARTING = ("missing", "interrupted", "failed", "pretrained")  # the sweep start
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
-    args, fields = parse_arguments(argv)
+def main():
+    args, fields = parse_arguments()
     alone = read_launch().world_size == 1
     require(alone, "torchrun started the sweep several times. Start it without torchrun: it starts its runs itself.")
     runs = choose_runs(args, fields)
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None):
     sys.exit(0 if all(state in ("finished", "queued") for _, state, _ in plan) else 1)
 
 
-def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Return the options of this command, and the other arguments, which are fields of train_gpt.py."""
     about = f"{__doc__}\nSweeps: all, {', '.join(all_sweeps())}.\nScales: {', '.join(SCALES)}."
     parser = Parser("python -m scripts.sweep", about)
@@ -68,7 +68,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     add("--dry-run", action="store_true", help="print the state of each run, and start none")
     slurm = "submit each run to Slurm with these options of sbatch; time is in minutes"
     add("--slurm", nargs="*", metavar="KEY=VALUE", help=slurm)
-    return parser.parse_known_args(argv)
+    return parser.parse_known_args()
 
 
 def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
