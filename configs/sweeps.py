@@ -82,7 +82,7 @@ def with_variants(runs: list[Run]) -> list[Run]:
     return [*runs, *others]
 
 
-def with_needle(sweep: Callable[[Scale], list[Run]]) -> Callable[[Scale], list[Run]]:
+def with_needle(sweep: Callable) -> Callable:
     """Return the sweep with its runs fine-tuned on the needle task."""
     return lambda scale: [dataclasses.replace(run, needle=scale.needle) for run in sweep(scale)]
 

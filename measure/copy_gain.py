@@ -32,7 +32,7 @@ def copy_length(gap: int) -> int:
     return gap + 2 * SPAN
 
 
-def check_gaps(stream: TokenStream, gaps: Sequence[int]) -> None:
+def check_gaps(stream: TokenStream, gaps: Sequence[int]):
     """Raise ValueError if the text is too short for a span and a filler of `gap` tokens."""
     for gap in gaps:
         if gap + SPAN > len(stream):
@@ -98,10 +98,10 @@ def measure_copy_gain(losses: Losses, stream: TokenStream, gaps: Sequence[int], 
 
 
 def recovery(
-    gains: dict[str, float],
-    errors: dict[str, float],
+    gains: dict,
+    errors: dict,
     train_length: int,
-) -> dict[str, tuple[float, float]]:
+) -> dict:
     """Return copy gain beyond the training length over copy gain within it, and its standard error, by gap.
 
     gains, errors: copy_gain and copy_gain_error of one kind, by gap. The copies at the longest gap whose sequence fits

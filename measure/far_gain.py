@@ -23,7 +23,7 @@ GRAM = 8  # tokens
 CLASSES = ("far", "near", "none")
 
 
-def check_windows(stream: TokenStream, windows: int, train_length: int) -> None:
+def check_windows(stream: TokenStream, windows: int, train_length: int):
     """Raise ValueError if the text is too short for this number of windows without overlap."""
     needed = windows * RATIO * train_length
     if needed > len(stream):

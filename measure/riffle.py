@@ -40,9 +40,7 @@ def riffle(documents: np.ndarray) -> np.ndarray:
     return chunks[source, np.arange(CHUNKS)].reshape(count, length)
 
 
-def measure_riffle_gain(
-    losses: Losses, stream: TokenStream, train_length: int, tokens: int, vocab_size: int
-) -> dict[str, dict]:
+def measure_riffle_gain(losses: Losses, stream: TokenStream, train_length: int, tokens: int, vocab_size: int) -> dict:
     """Return riffle_gain and riffle_gain_error in nats a token, by the end of an octave of positions.
 
     The octaves begin after the first chunk: with T = 512, "1024" has positions 512 to 1,023. The error is the standard

@@ -46,7 +46,7 @@ def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Ten
 
 
 @torch.inference_mode()
-def layer_scores(model: GPT, tokens: Tensor, max_pairs: int) -> Iterator[tuple[int, bool, Tensor]]:
+def layer_scores(model: GPT, tokens: Tensor, max_pairs: int) -> Iterator[tuple]:
     """Yield (layer, rotated, S) with scores S = q.k / sqrt(d), float64 (H, pairs) on the CPU.
 
     tokens (B, T). All layers and heads use the same pairs (score_pairs). S is taken before LogN or another scaling.
@@ -77,7 +77,7 @@ def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> 
 
 
 @torch.inference_mode()
-def attention_by_layer(model: GPT, tokens: Tensor, plan: Plan) -> dict[str, dict[str, float]]:
+def attention_by_layer(model: GPT, tokens: Tensor, plan: Plan) -> dict:
     """Return max_logit and attention_entropy on tokens (B, T), each by layer, from "0".
 
     max_logit: the largest logit a_t S + m_t + b_j - b_i over sequences, heads, queries and visible keys. b: the key

@@ -21,7 +21,7 @@ def lr_factor(step: int, *, steps: int, schedule: str, warmup_steps: int = 0, co
     return min(1.0, warmup, cooldown)  # the two ramps never overlap
 
 
-def set_lr(optimizer: Optimizer, lr: float) -> None:
+def set_lr(optimizer: Optimizer, lr: float):
     """Set the learning rate of every group. A tensor changes in place, so a compiled step does not recompile."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):

@@ -191,7 +191,7 @@ class Optimizers:
         return torch.linalg.vector_norm(torch.stack(norms)).square()
 
     @torch.no_grad()
-    def step(self, lr_factor: float, finite: Tensor) -> None:
+    def step(self, lr_factor: float, finite: Tensor):
         """Update all parameters, each with lr_factor times its peak learning rate, and drop the gradients.
 
         finite: a bool tensor on the device. If it is False, parameters and state do not change. Then `found_inf` stays
@@ -242,7 +242,7 @@ class Optimizers:
         return result
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: dict):
         """Keep this rank's shard of a state that state_dict returned."""
         for name, group in self.groups.items():
             stored = state_dict[name]["state"]
@@ -256,7 +256,7 @@ class Optimizers:
                     shard_state[key] = value.to(bucket.shard.device, copy=True)
 
     @torch.no_grad()
-    def load_parameters(self) -> None:
+    def load_parameters(self):
         """Copy the parameters into the shards, after other code has changed the parameters."""
         for bucket in self.sharded_buckets():
             bucket.shard.copy_(bucket.shard_of(bucket.params))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import platform
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from runtime.processes import World
 CALIBRATION_TOKENS = 8192  # the pairs of queries and keys of longer sequences would not fit in memory
 
 
-def config_of(stored: dict[str, Any], kind: type[Config] = Config) -> Config:
+def config_of(stored: dict, kind: type[Config] = Config) -> Config:
     """Return the configuration stored in a config.json or a checkpoint. Missing fields get their defaults.
 
     kind: Config or a subclass. A damaged dictionary may raise any Exception.
@@ -78,7 +78,7 @@ class Text(NamedTuple):
     train: TokenStream
     validation: TokenStream
 
-    def describe(self, config: Config) -> dict[str, Any]:
+    def describe(self, config: Config) -> dict:
         """Return the content of a run's data.json."""
         run_tokens = config.steps * config.batch_tokens
         return {

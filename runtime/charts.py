@@ -1,14 +1,12 @@
 """Draws a validation as one picture: loss by position, copy gain by distance, and the attention of each layer."""
 
-from typing import Any
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 
-def draw_validation(record: dict[str, Any]) -> np.ndarray:
+def draw_validation(record: dict) -> np.ndarray:
     """Return the picture of a validation's record in metrics.jsonl, uint8 (height, width, 3)."""
     panels = [draw_positions]
     if record.get("copy_gain"):
@@ -25,7 +23,7 @@ def draw_validation(record: dict[str, Any]) -> np.ndarray:
     return np.asarray(canvas.buffer_rgba())[..., :3]
 
 
-def draw_positions(axes: Axes, record: dict[str, Any]):
+def draw_positions(axes: Axes, record: dict):
     for length, losses in record["val_loss_by_position"].items():
         last = 2 ** np.arange(len(losses))  # entry k covers positions 2^(k-1) .. 2^k - 1
         axes.plot(last, losses, label=f"{int(length):,}")
@@ -35,7 +33,7 @@ def draw_positions(axes: Axes, record: dict[str, Any]):
     axes.legend(title="sequence length")
 
 
-def draw_copy_gain(axes: Axes, record: dict[str, Any]):
+def draw_copy_gain(axes: Axes, record: dict):
     for kind, by_gap in record["copy_gain"].items():
         axes.plot([int(gap) for gap in by_gap], list(by_gap.values()), marker="o", label=kind)
     axes.set_xscale("log", base=2)
@@ -45,7 +43,7 @@ def draw_copy_gain(axes: Axes, record: dict[str, Any]):
     axes.legend(title="span")
 
 
-def draw_layers(axes: Axes, record: dict[str, Any]):
+def draw_layers(axes: Axes, record: dict):
     layers = [int(layer) for layer in record["max_logit"]]
     axes.plot(layers, list(record["max_logit"].values()), marker="o", label="largest logit")
     if entropy := record.get("attention_entropy"):

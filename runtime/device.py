@@ -114,7 +114,7 @@ def keep_freed_memory():
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def rng_state() -> dict[str, torch.Tensor]:
+def rng_state() -> dict:
     """Return the state of this process's random number generators: the CPU's, and the GPU's if one is in use."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
@@ -122,7 +122,7 @@ def rng_state() -> dict[str, torch.Tensor]:
     return state
 
 
-def set_rng_state(state: dict[str, torch.Tensor]):
+def set_rng_state(state: dict):
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])

@@ -5,7 +5,6 @@ import platform
 import re
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch._inductor.config
@@ -76,7 +75,7 @@ class World:
         if self.world_size > 1:
             dist.all_reduce(tensor)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value) -> list:
         """Return the values of all ranks, on all ranks."""
         values = [value] * self.world_size
         if self.world_size > 1:

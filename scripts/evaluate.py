@@ -103,7 +103,7 @@ def store(path: Path, result: dict):
     replace_text(path, to_json(result) + "\n")
 
 
-def print_table(title: str, rows: list[tuple[str, dict]]):
+def print_table(title: str, rows: list[tuple]):
     """Print a table with a row for each name: its cells by column. Names without cells are left out."""
     lines, columns = [], {}
     for name, cells in rows:

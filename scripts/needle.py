@@ -149,10 +149,10 @@ def fine_tune(
             save_checkpoint(folder.checkpoints, step + 1, state, keep=1)
 
 
-def add_scores(summary: dict, config: Config, model: GPT, tasks: dict[int, NeedleTask], folder: RunFolder):
+def add_scores(summary: dict, config: Config, model: GPT, tasks: dict, folder: RunFolder):
     """Add the missing scores to the summary: {kind: {length: share}}. Scores of validate_as go into summary["as"].
 
-    summary.json is written after each length, so an interrupted scoring continues.
+    tasks: by length. summary.json is written after each length, so an interrupted scoring continues.
     """
     for name, method in {config.method: None, **alternative_methods(config)}.items():  # all that can run these weights
         shares = summary.setdefault("as", {}).setdefault(name, {}) if method else summary

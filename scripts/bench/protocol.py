@@ -26,7 +26,7 @@ from scripts.shared.tables import markdown_table
 ROUND_SECONDS = 0.5  # target for the time of a variant in a round
 
 
-def time_calls(call: Callable[[], object], count: int, device: torch.device) -> float:
+def time_calls(call: Callable, count: int, device: torch.device) -> float:
     """Return the mean seconds of a call over `count` calls."""
     wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
     wait()
@@ -37,7 +37,7 @@ def time_calls(call: Callable[[], object], count: int, device: torch.device) -> 
     return (time.perf_counter() - began) / count
 
 
-def measure(timers: dict[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
+def measure(timers: dict, rounds: int) -> dict:
     """Return the mean seconds of a call by variant, one number a round. The first variant is measured twice.
 
     timers: functions that take a number of calls and return the mean seconds of a call.
@@ -52,7 +52,7 @@ def measure(timers: dict[str, Callable[[int], float]], rounds: int) -> dict[str,
     return times
 
 
-def build_variants(makers: dict[str, Callable]) -> tuple[dict, dict[str, str]]:
+def build_variants(makers: dict) -> tuple[dict, dict]:
     """Return the results of `makers` by variant, and the problems of the variants that fail."""
     results, problems = {}, {}
     for name, make in makers.items():
@@ -94,7 +94,7 @@ class Report:
         self,
         text: str,
         rows: list[list[str]] | None = None,
-        problems: dict[str, str] | None = None,
+        problems: dict | None = None,
     ):
         """Add a text, then a table, then a list. problems: a problem or another result by variant."""
         text += f"\n\n{markdown_table(rows)}" if rows else ""

@@ -23,7 +23,7 @@ class WithLoss(nn.Module):
     def head(self) -> Tensor:
         return self.model.lm_head.weight  # (V, C)
 
-    def plan(self, length: int, **options) -> None:
+    def plan(self, length: int, **options):
         return None
 
     def forward(

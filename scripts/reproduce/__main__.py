@@ -16,7 +16,6 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -47,7 +46,7 @@ PAPER_ITEMS = dict(
 )
 
 
-def all_items() -> dict[str, Callable[[Study], str]]:
+def all_items() -> dict:  # functions from a Study to Markdown
     return with_studies(PAPER_ITEMS, "ITEMS")
 
 

@@ -94,7 +94,7 @@ def common_variance(losses: dict, length: int, not_trained: Collection[str]) -> 
     return CommonVariance(squares / freedom if freedom else math.nan, freedom, p)
 
 
-def t_test(a: list[float], b: list[float], common: CommonVariance) -> tuple[float | None, float | None]:
+def t_test(a: list[float], b: list[float], common: CommonVariance) -> tuple:
     """Return the standard error of the difference of the means, and the two-sided p-value.
 
     Student's t-test is used where the common variance holds, Welch's t-test otherwise. None, None: too few values.

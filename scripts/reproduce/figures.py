@@ -98,7 +98,7 @@ def curve_lines(rows: list[dict], looks: dict) -> list[Line]:
     return lines + [line._replace(errors=()) for line in partial]
 
 
-def limits(rows: list[dict], zoomed: int) -> dict[str, tuple[float, float]]:
+def limits(rows: list[dict], zoomed: int) -> dict:
     """Return limits of the axes. The high losses of the first fifth of the steps would hide the rest, so y leaves them
     out. zoomed: show the last fifth of the steps, and the half of the series with the lowest final losses."""
     rows = [row for row in rows if math.isfinite(row["mean"])]
@@ -135,7 +135,7 @@ def validation_curves(study: Study) -> list[dict]:
     return summarise(complete, "series", "train_length", "val_length", "step", "val_tokens")
 
 
-def validation_curve(stored: StoredRun, method: str | None) -> dict[int, dict]:
+def validation_curve(stored: StoredRun, method: str | None) -> dict:
     """Return a run's losses by validation length, then by step and tokens. method: as in Study.series."""
     curve = collections.defaultdict(dict)
     for record in stored.validations():

@@ -32,14 +32,13 @@ SHORT, or in NAMED the run's name without its seed. LENGTH and GAP are in tokens
 
 import collections
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from configs.sweeps import SI
 from errors import require
 from files import replace_text
 from scripts.reproduce.comparisons import differences, format_p
-from scripts.reproduce.study import BySeed, Study
+from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets, read_losses, trained_methods
 from scripts.shared.looks import series_label
 from scripts.shared.runs import StoredRun, copy_gains, final_losses, read_runs
@@ -56,7 +55,7 @@ CHANGES = {
 # ---- the numbers -----------------------------------------------------------------------------------------------------
 
 
-def all_numbers() -> dict[str, BySeed]:
+def all_numbers() -> dict:
     """Return the numbers by name, then by seed. Numbers that belong to no seed have seed 0."""
     numbers = collections.defaultdict(dict)
     for file in [*RESULTS.glob("*/runs.jsonl"), RESULTS / "quickstart.jsonl", RESULTS / f"{NAMED}.jsonl"]:
@@ -70,7 +69,7 @@ def all_numbers() -> dict[str, BySeed]:
     return numbers | {name: {0: p} for name, p in p_values().items()}
 
 
-def numbers_of_run(file: Path, stored: StoredRun) -> dict[str, float]:
+def numbers_of_run(file: Path, stored: StoredRun) -> dict:
     """Return the numbers of a kept run by name."""
     # 1. The place, and the series of the trained method.
     place = file.parent.name if file.parent.name in CHANGES else stored.line["preset"]
@@ -90,7 +89,7 @@ def numbers_of_run(file: Path, stored: StoredRun) -> dict[str, float]:
     return numbers
 
 
-def measures() -> dict[str, Callable]:
+def measures() -> dict:
     """Return functions from a stored run and a method to {key: number}, by kind of number."""
     found = {
         "loss": lambda stored, method: final_losses(stored.summary, method),
@@ -101,7 +100,7 @@ def measures() -> dict[str, Callable]:
     return found
 
 
-def p_values() -> dict[str, float]:
+def p_values() -> dict:
     """Return the p-values of the comparisons in tables.md, by name."""
     found = {}
     for place in ("mini", "prose"):
@@ -133,7 +132,7 @@ ROW = re.compile(r"<!--([^|:>]+)-->")  # the comment of a row
 class Page:
     """Fills numbers into the text of a page. numbers: by name, then by seed."""
 
-    def __init__(self, numbers: dict[str, BySeed]):
+    def __init__(self, numbers: dict):
         self.numbers = numbers
 
     def value(self, name: str) -> float:

@@ -82,7 +82,7 @@ class Study:
         chosen = shown.keys() & self.methods if self.methods else shown
         return {series_label(run.config, name): method for name, method in shown.items() if name in chosen}
 
-    def by_seed(self, read: Callable[[dict, str | None], dict]) -> dict[tuple, BySeed]:
+    def by_seed(self, read: Callable) -> dict:
         """Return numbers of the finished runs: {(series, key): BySeed}.
 
         read: a function from a summary and a method (see `series`) to {key: number}.
@@ -140,7 +140,7 @@ def text_identity(stored: StoredRun) -> tuple:
     return stored.text, stored.data.get("validation"), single_val_tokens(stored.summary)
 
 
-def samples(values: dict[tuple, BySeed]) -> dict[tuple, list[float]]:
+def samples(values: dict) -> dict:
     """Return the numbers of each key in the order of the runs, without their seeds."""
     return {key: [*by_seed.values()] for key, by_seed in values.items()}
 

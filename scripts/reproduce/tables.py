@@ -106,7 +106,7 @@ def trained_methods(study: Study) -> dict[str, str]:
 
 def make_table(
     study: Study,
-    metrics: dict[str, dict],
+    metrics: dict,
     lengths: list[int],
     *,
     best: Callable,
@@ -145,7 +145,7 @@ def make_table(
     return pivot_table(["method", "seeds"], lines, {head: head for head in columns})
 
 
-def table_notes(study: Study, methods: list[str], trained: dict[str, str], one_seed: bool) -> list[str]:
+def table_notes(study: Study, methods: list[str], trained: dict, one_seed: bool) -> list[str]:
     """Return notes for the reader of a table. trained: see trained_methods. one_seed: a number is from one seed."""
     # 1. The notes on some methods.
     same_weights, paper = collections.defaultdict(list), paper_targets(study.item)
@@ -177,7 +177,7 @@ def table_notes(study: Study, methods: list[str], trained: dict[str, str], one_s
 # ---- the paper's own numbers, beside ours ----------------------------------------------------------------------------
 
 
-def paper_targets(table: str) -> dict[tuple[str, int], dict]:
+def paper_targets(table: str) -> dict:
     """Return the paper's numbers of one table: {(method, validation length): target}.
 
     A target has mean, stderr, seeds, note, and a remark if the number is odd. Values absent in the paper are None.

@@ -32,7 +32,7 @@ def entropy(log_p: Tensor) -> Tensor:  # (..., T) -> (...)
     return -(log_p.exp() * log_p).sum(dim=-1)
 
 
-def attention_statistics(logits: Tensor) -> dict[str, Tensor]:
+def attention_statistics(logits: Tensor) -> dict:
     """Return the quantities of fig:entropy, (...) each. logits (..., T) are ordered by distance t = 0..T-1.
 
     entropy              Entropy of softmax(logits).

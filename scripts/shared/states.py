@@ -19,9 +19,7 @@ def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None)
     return max(same, key=lambda stored: (stored.summary is not None, stored.path.name == run.name), default=None)
 
 
-def run_state(
-    run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None
-) -> tuple[str, str, StoredRun | None]:
+def run_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None) -> tuple:
     """Return the state of a run, the reason, and the stored run. data: as in find_stored.
 
     States: finished, running, interrupted, failed, missing, pretrained, other. "pretrained" lacks the fine-tuning on

@@ -14,7 +14,6 @@ The paper's sweeps are in configs/sweeps.py.
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -42,7 +41,7 @@ def with_studies(papers: dict, kind: str) -> dict:
     return found
 
 
-def all_sweeps() -> dict[str, Callable[[Scale], list[Run]]]:
+def all_sweeps() -> dict:  # functions from a Scale to a list of Runs
     return with_studies(PAPER_SWEEPS, "SWEEPS")
 
 

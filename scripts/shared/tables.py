@@ -34,7 +34,7 @@ def markdown_table(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def pivot_table(heads: list[str], lines: Iterable[tuple[list[str], dict]], columns: dict) -> str:
+def pivot_table(heads: list[str], lines: Iterable[tuple], columns: dict) -> str:
     """Return a table with a row for each line. A line has a list of left cells, and a dict {key: cell} of right cells.
 
     heads: headers of the left columns. columns: {key: header} of the right columns. A missing cell is empty."""
@@ -42,7 +42,7 @@ def pivot_table(heads: list[str], lines: Iterable[tuple[list[str], dict]], colum
     return markdown_table([[*heads, *columns.values()], *body])
 
 
-def summarise(samples: dict[tuple, list[float]], *names: str) -> list[dict]:
+def summarise(samples: dict, *names: str) -> list[dict]:
     """Return a dict for each key: the key's parts under `names`, mean, stderr, and the sample size under "seeds"."""
     rows = []
     for key, values in samples.items():

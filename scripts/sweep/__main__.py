@@ -55,7 +55,7 @@ def main():
     sys.exit(0 if all(state in ("finished", "queued") for _, state, _ in plan) else 1)
 
 
-def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments() -> tuple:
     """Return the options of this command, and the other arguments, which are fields of train_gpt.py."""
     about = f"{__doc__}\nSweeps: all, {', '.join(all_sweeps())}.\nScales: {', '.join(SCALES)}."
     parser = Parser("python -m scripts.sweep", about)
@@ -83,7 +83,7 @@ def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     return runs
 
 
-def find_states(runs: list[Run], args: argparse.Namespace) -> list[tuple[Run, str, str]]:
+def find_states(runs: list[Run], args: argparse.Namespace) -> list[tuple]:
     """Return each run under the name of its folder, its state on the disk, and the reason.
 
     States: see run_state, and "queued" for a job on the cluster. args: the options of the command.
@@ -100,7 +100,7 @@ def find_states(runs: list[Run], args: argparse.Namespace) -> list[tuple[Run, st
     return plan
 
 
-def print_plan(plan: list[tuple[Run, str, str]]):
+def print_plan(plan: list[tuple]):
     """Print one line a run, and the number of runs in each state."""
     width = max(len(run.path.name) for run, *_ in plan)
     for run, state, reason in plan:

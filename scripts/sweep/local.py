@@ -34,7 +34,7 @@ class Attempt:
     program: Python's arguments in place of train_gpt.py.
     """
 
-    def __init__(self, run: Run, environment: dict[str, str], processes: int, program: Sequence[str]):
+    def __init__(self, run: Run, environment: dict, processes: int, program: Sequence[str]):
         # 1. The command.
         self.run, self.environment, self.folder = run, environment, run.path
         self.fine_tunes = run.needle is not None and (run.path / "summary.json").exists()
@@ -144,7 +144,7 @@ def stop(number: int, frame: object):
     sys.exit(130)
 
 
-def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> list[dict[str, str]]:
+def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> list[dict]:
     """Return a list with the environment variables of each simultaneous run: its GPUs, or its number of threads.
 
     Without GPUs each core trains one run, because models this small gain little from a second core. Raise ValueError
