@@ -21,7 +21,6 @@ from model.loss import compile_problem
 from model.methods import METHODS
 from model.methods.make import alternative_methods, layer_methods
 from model.methods.names import canonical_name
-from optim import schedule
 from optim.muon import Muon, as_matrices, shape_scale
 from optim.sharded import Group, Optimizers
 from runtime.checkpoint import Progress
@@ -243,17 +242,6 @@ def build_optimizers(config: Config, model: GPT, world: World) -> Optimizers:
         world.rank,
         world.world_size,
         continue_after_nonfinite=config.on_nonfinite == "skip",
-    )
-
-
-def lr_factor(config: Config, step: int) -> float:
-    """Return the factor that multiplies all learning rates in a step, counted from 0 (optim/schedule.py)."""
-    return schedule.lr_factor(
-        step,
-        steps=config.steps,
-        schedule=config.schedule,
-        warmup_steps=config.warmup_steps,
-        cooldown_steps=config.cooldown_steps,
     )
 
 

@@ -127,6 +127,14 @@ def fine_tune(
     metrics.truncate(start)
 
     # 2. The steps.
+    schedule = dataclasses.replace(
+        config,
+        steps=steps,
+        schedule="trapezoid",
+        warmup_steps=steps // 3,
+        cooldown_steps=steps // 3,
+        length_schedule=(),
+    )
     plans = [model.plan(task.length, backend=config.attention_backend) for task in tasks]
     for step in tqdm(range(start, steps), "fine-tuning", initial=start, total=steps, unit="step", disable=None):
         task, plan = tasks[step >= steps // 2], plans[step >= steps // 2]
@@ -140,8 +148,7 @@ def fine_tune(
             for x, y, w in zip(inputs.split(size), targets.split(size), weights.split(size))
         )
         loss, grad_norm = optimizers.reduce(accumulate(losses))
-        factor = lr_factor(step, steps=steps, schedule="trapezoid", warmup_steps=steps // 3, cooldown_steps=steps // 3)
-        optimizers.step(factor, torch.isfinite(loss + grad_norm))
+        optimizers.step(lr_factor(schedule, step), torch.isfinite(loss + grad_norm))
         require(math.isfinite(loss), f"the loss of step {step + 1} is not finite. Train {folder.path.parent} again.")
         metrics.write({"step": step + 1, "train_loss": loss.item()})
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:

@@ -72,8 +72,7 @@ def test_the_presets_are_the_papers(name, train_length, tokens, paper, steps, fa
     assert c == dataclasses.replace(papers, name=c.name, muon_lr=c.muon_lr) and c.method_options == {}
     assert c.muon_lr == pytest.approx(papers.muon_lr)
     assert c.steps * c.batch_tokens == pytest.approx(tokens, rel=1e-3)
-    schedule = dict(steps=c.steps, schedule=c.schedule, warmup_steps=c.warmup_steps, cooldown_steps=c.cooldown_steps)
-    assert [lr_factor(step, **schedule) for step in steps] == pytest.approx(factors)
+    assert [lr_factor(c, step) for step in steps] == pytest.approx(factors)
 
 
 @table("method, part, option, of_the_paper, scaled", """
