@@ -76,7 +76,7 @@ class RunLog:
             name=config.name,
             group=config.group or None,
             config=dict(vars(config)),
-            tags=[tag[:64] for tag in (config.method, *config.tags)],  # wandb refuses longer ones
+            tags=[config.method[:64]],  # wandb refuses longer ones
         )
         if run_id := getattr(self.metrics.mirror, "id", None):
             replace_text(identity, run_id)

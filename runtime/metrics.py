@@ -130,7 +130,7 @@ class TrackioRun:
 
     id = None
 
-    def __init__(self, *, tags: list[str] = (), **options):
+    def __init__(self, *, tags=(), **options):
         try:
             import trackio
 
