@@ -1,8 +1,9 @@
 """Makes Markdown tables of results, and computes the numbers in their cells."""
 
-import math
 import statistics
 from collections.abc import Callable, Iterable
+
+from scipy import stats
 
 
 def loss_table(results: list[dict]) -> str:
@@ -53,14 +54,8 @@ def summarise(samples: dict, *names: str) -> list[dict]:
 
 def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
     """Return mean and standard error, sd / sqrt(n) with n - 1 in the variance. Each is None for too few values."""
-    if not values:
-        return None, None
-    n, mean = len(values), statistics.fmean(values)
-    if n == 1:
-        return mean, None
-    # A loss that is not finite must give NaN, so statistics.stdev, which raises, cannot be used.
-    squares = sum((value - mean) ** 2 for value in values)
-    return mean, math.sqrt(squares / (n - 1) / n)
+    mean = statistics.fmean(values) if values else None
+    return mean, float(stats.sem(values)) if len(values) > 1 else None
 
 
 def format_mean(mean: float | None, stderr: float | None) -> str:
