@@ -33,7 +33,6 @@ from runtime.processes import World, start_processes
 from scripts.bench.attention import check_variant
 from scripts.bench.protocol import describe_machine
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
-from scripts.shared.arguments import Parser
 
 METHODS = ("p_rope", "scale_invariant_p_rope", "alibi")  # checked in each backend, beside the run's own method
 FIXED_PTXAS = 13, 3  # older versions make wrong code for Hopper: github.com/triton-lang/triton/issues/9433
@@ -51,12 +50,11 @@ class Finding(NamedTuple):
 
 
 def main():
-    parser = Parser("python -m scripts.doctor", __doc__)
-    parser.add_argument("preset", nargs="?", help="preset (default: quickstart); fields of train_gpt.py may follow")
-    argv = sys.argv[1:]
-    args, fields = parser.parse_known_args(argv if argv and not argv[0].startswith("-") else ["quickstart", *argv])
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0].startswith("-"):
+        arguments = ["quickstart", *arguments]
     with exit_on_user_error():
-        config = read_run([args.preset, *fields])
+        config = read_run(arguments, __doc__)
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     print(f"{describe_machine(device)}, {platform.platform()}", flush=True)
     states = []
