@@ -43,20 +43,15 @@ def read_metrics(path: Path) -> list[dict]:
     return records
 
 
-def flatten(record: dict, prefix: str = "") -> dict:
-    """Return a nested dict as a flat dict, with keys joined by "/"."""
+def numbers(record: dict, prefix: str = "") -> dict:
+    """Return the numbers of a nested record, with keys joined by "/". Lists, which no dashboard draws, are left out."""
     flat = {}
     for key, value in record.items():
         if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}/")
-        else:
+            flat |= numbers(value, f"{prefix}{key}/")
+        elif not isinstance(value, list):
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def numbers(record: dict) -> dict:
-    """Return the numbers of a record with joined keys. Lists, which no dashboard draws, are left out."""
-    return {key: value for key, value in flatten(record).items() if not isinstance(value, list)}
 
 
 def pictures(record: dict, image: Callable) -> dict:
