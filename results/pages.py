@@ -1,6 +1,6 @@
 """Fill the README and the pages of results/ with numbers of the kept runs, in place.
 
-    python -m scripts.reproduce.pages
+    python -m results.pages
 
 A comment names the number behind it, with its format: `<!--loss mini 4096 rope:.3f-->5.735`. Above a table, a comment
 names the numbers of the columns. Then each row needs only what completes the names:
