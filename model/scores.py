@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from errors import require
 from model.attention.attend import rotate, rotate_and_scale
 from model.attention.blocks import Blocks
-from model.attention.plan import LayerPlan, Plan
+from model.attention.plan import Plan
 from model.gpt import GPT, norm
-from model.methods.base import Mechanism, Method
+from model.methods.base import Mechanism
 from model.tensors import upcast
 
 MAX_PAIRS = 2**16  # random pairs of a query and a key, for the moments of a head
-Layer = tuple[Method, LayerPlan, Tensor, Tensor, Tensor]
 
 
-def iterate_layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[Layer]:
+def iterate_layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple]:
     """Yield each layer's method, plan, input x (B, T, C), and q, k (B, H, T, D) before rotation, at least float32."""
     x = model.embed(tokens)
     for number, block in enumerate(model.blocks):

@@ -27,17 +27,17 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Parameters that one optimizer updates. `make` constructs the optimizer.
+    """Parameters that one optimizer updates. `make` constructs the optimizer from a list of them.
 
     units: returns a parameter as a view (units, *unit_shape). Sharding never splits a unit, such as a matrix.
     lr_scale: returns the factor that the optimizer applies to the learning rate of a parameter.
     """
 
     params: list[nn.Parameter]
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    make: Callable
     peak_lr: float
-    units: Callable[[Tensor], Tensor] = torch.flatten
-    lr_scale: Callable[[Tensor], float] | None = None
+    units: Callable = torch.flatten
+    lr_scale: Callable | None = None
 
 
 class Bucket:

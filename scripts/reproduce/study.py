@@ -45,10 +45,10 @@ class Study:
         planned = {config_hash(run.config) for run in self.runs}
         texts = collections.Counter(stored.text for stored in stored_runs if stored.identity in planned)
         self.stored_runs = sorted(stored_runs, key=lambda stored: -texts[stored.text])  # the commonest text comes first
-        self.finished: list[tuple[Run, StoredRun]] = []
-        self.missing: list[tuple[str, str]] = []  # (name of a run or model, reason)
-        self.notes: list[str] = []
-        self.sections: list[str] = []  # further parts of the page, after the notes
+        self.finished = []  # (Run, StoredRun)
+        self.missing = []  # (name of a run or model, reason)
+        self.notes = []
+        self.sections = []  # further parts of the page, after the notes
         self.trained_method_only = False  # leave out the other methods with which the weights of a run are validated
         self.computed = False  # the item is computed or measured on this machine, not a function of the stored runs
         if not seeds:
