@@ -202,8 +202,8 @@ class Optimizers:
         if not self.continue_after_nonfinite:
             self.found_inf.copy_(skipped)
 
-        # 1. Update the shards. Muon comes last, so Adam's parameters are sent while Muon computes.
-        for name in sorted(self.groups, key=self.is_of_matrices):
+        # 1. Update the shards. Muon, whose units are matrices, comes last, so Adam's are sent while Muon computes.
+        for name in sorted(self.groups, key=lambda name: len(self.buckets[name][0].unit_shape)):
             optimizer = self.optimizers[name]
             set_lr(optimizer, self.groups[name].peak_lr * lr_factor)
             optimizer.found_inf = skipped  # if 1, Muon and PyTorch's fused optimizers update nothing
@@ -216,10 +216,6 @@ class Optimizers:
         # 2. Receive the shards of the other ranks.
         for bucket in self.sharded_buckets():
             bucket.finish_gathering()
-
-    def is_of_matrices(self, name: str) -> bool:
-        """Return True if the units of a group are matrices, False if they are numbers."""
-        return len(self.buckets[name][0].unit_shape) == 2
 
     def learning_rates(self) -> dict[str, float]:
         """Return the learning rate of each group in the last step."""

@@ -92,7 +92,6 @@ def start_processes(device: str, timeout: float = 600) -> World:
     """
     # 1. Read torchrun's numbers.
     launch = read_launch()
-    rank, world_size = launch.rank, launch.world_size
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and not gpus:
         raise UserError("--device cuda needs a GPU, but torch finds none. Use --device cpu.")
@@ -103,23 +102,23 @@ def start_processes(device: str, timeout: float = 600) -> World:
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # by default, every rank uses as many as the machine has
         workers = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch._inductor.config.compile_threads = max(1, min(32, workers))
+    chosen = torch.device("cuda", launch.local_rank) if gpus else torch.device("cpu")
+    world = World(launch.rank, launch.world_size, chosen)
     if gpus:
-        world = World(rank, world_size, torch.device("cuda", launch.local_rank))
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Blocks of a fixed size would leave unused gaps when the sequence length changes.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        torch.cuda.set_device(world.device)
-        prefer_fast_sdpa(world.device)
-        choose_ptxas(world.device)
+        torch.cuda.set_device(chosen)
+        prefer_fast_sdpa(chosen)
+        choose_ptxas(chosen)
         # FlexAttention needs fused multiply-adds for its speed, and Triton 3.10 stops making them by default.
         os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     else:
-        world = World(rank, world_size, torch.device("cpu"))
         keep_freed_memory()
         fix_threads()
 
     # 3. Join the other processes.
-    if world_size > 1:
+    if world.world_size > 1:
         limit = timedelta(seconds=timeout)
         store, *_ = next(dist.rendezvous("env://", timeout=limit))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -128,10 +127,10 @@ def start_processes(device: str, timeout: float = 600) -> World:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpus else "cpu:gloo",
             store=store,
-            rank=rank,
-            world_size=world_size,
+            rank=world.rank,
+            world_size=world.world_size,
             timeout=limit,
-            device_id=world.device if gpus else None,  # NCCL connects now, not in the first backward pass
+            device_id=chosen if gpus else None,  # NCCL connects now, not in the first backward pass
         )
     return world
 
