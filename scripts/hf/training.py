@@ -49,7 +49,7 @@ class WithLoss(nn.Module):
         return mean_loss(x, self.head, targets.flatten())
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(torch.optim.AdamW):
     """AdamW that computes in float32 and rounds bfloat16 weights and moments stochastically.
 
     Near 1, bfloat16 numbers are 4e-3 apart, so rounding to nearest would lose an update of 2e-5. Stochastic rounding is
@@ -59,9 +59,6 @@ class AdamW(torch.optim.Optimizer):
     """
 
     found_inf: Tensor | None = None
-
-    def __init__(self, params, lr: float = 2e-5, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self):
