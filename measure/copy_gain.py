@@ -97,24 +97,20 @@ def measure_copy_gain(losses: Losses, stream: TokenStream, gaps: Sequence[int], 
     return result
 
 
-def recovery(
-    gains: dict,
-    errors: dict,
-    train_length: int,
-) -> dict:
+def recovery(gains: dict, errors: dict, train_length: int) -> dict:
     """Return copy gain beyond the training length over copy gain within it, and its standard error, by gap.
 
     gains, errors: copy_gain and copy_gain_error of one kind, by gap. The copies at the longest gap whose sequence fits
     into train_length are the reference. Without such a gap, or if its gain is not above twice its error, the ratio
     means nothing and the result is empty.
     """
-    within = [gap for gap in map(int, gains) if copy_length(gap) <= train_length]
-    if not within or gains[str(max(within))] <= 2 * errors[str(max(within))]:
+    within = [gap for gap in gains if copy_length(int(gap)) <= train_length]
+    near = max(within, key=int, default=None)
+    if near is None or gains[near] <= 2 * errors[near]:
         return {}
-    near = str(max(within))
     ratios = {}
     for gap in gains:
-        if int(gap) > max(within):
+        if int(gap) > int(near):
             ratio = gains[gap] / gains[near]
             # Gaps have different spans, so their errors are independent.
             error = math.hypot(errors[gap], ratio * errors[near]) / gains[near]
