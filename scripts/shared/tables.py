@@ -13,14 +13,16 @@ def loss_table(results: list[dict]) -> str:
     results: dicts with name, train_length (tokens) and val_loss {length: nats a token}."""
     lengths = sorted({int(length) for r in results for length in r["val_loss"]})
     train_length, *others = {r["train_length"] for r in results}
-    heads = [str(n) if others else f"{n} ({n / train_length:g}x)" for n in lengths]
-    first, last = lengths[0], lengths[-1]
-    rows = [["run", *heads, f"{last} - {first}"]]
+    columns = {str(n): str(n) if others else f"{n} ({n / train_length:g}x)" for n in lengths}
+    first, last = str(lengths[0]), str(lengths[-1])
+    lines = []
     for r in results:
-        loss = {int(length): value for length, value in r["val_loss"].items()}
-        rise = f"{loss[last] - loss[first]:+.3f}" if {first, last} <= loss.keys() else ""
-        rows.append([r["name"], *(f"{loss[n]:.3f}" if n in loss else "" for n in lengths), rise])
-    return markdown_table(rows)
+        losses = r["val_loss"]
+        cells = {length: f"{loss:.3f}" for length, loss in losses.items()}
+        if {first, last} <= losses.keys():
+            cells["rise"] = f"{losses[last] - losses[first]:+.3f}"
+        lines.append(([r["name"]], cells))
+    return pivot_table(["run"], lines, columns | {"rise": f"{last} - {first}"})
 
 
 def markdown_table(rows: list[list[str]]) -> str:
