@@ -198,13 +198,11 @@ def plan_attention(config: Config, model: GPT, world: World, text: TokenStream) 
     message = problem or f"attention by {reasons}"
     if world.world_size > 1:
         message = f"rank {world.rank} on {platform.node()}: {message}"
-    reports = world.gather((problem is None, backends, message))
+    choices = dict(world.gather((backends, message)))
 
     # 3. Compare the ranks.
-    for passed, _, message in reports:
-        if not passed:
-            raise UserError(message)
-    choices = {backends: message for _, backends, message in reports}
+    if () in choices:
+        raise UserError(choices[()])
     if len(choices) > 1:
         found = ", but ".join(choices.values())
         raise UserError(f"{found}. Set one that all ranks have: --attention_backend.")
