@@ -176,7 +176,7 @@ class Config:
             raise UserError(f"schedule {self.schedule} has no warm-up. Set warmup_steps to 0, or use trapezoid.")
 
     @property
-    def scheduled(self) -> list[tuple[int, int]]:
+    def scheduled(self) -> list[tuple]:
         """Return the pairs of length_schedule: (tokens in a sequence, steps)."""
         return list(zip(self.length_schedule[::2], self.length_schedule[1::2]))
 

@@ -58,7 +58,7 @@ def trained(preset_name: str, methods: list[str], seeds: tuple[int, ...]) -> lis
     return forms(preset_name, [(method, {}) for method in methods], seeds)
 
 
-def forms(preset_name: str, cases: list[tuple[str, dict]], seeds: tuple[int, ...]) -> list[Run]:
+def forms(preset_name: str, cases: list[tuple], seeds: tuple[int, ...]) -> list[Run]:
     """Return the runs of (method, options) cases, validated as all methods that train identically."""
     runs = []
     for (method, options), seed in itertools.product(cases, seeds):

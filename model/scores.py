@@ -30,7 +30,7 @@ def iterate_layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple]:
         x = block(x, layer_plan)
 
 
-def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple:
     """Return indices (b, i, j) of sequences, queries and keys: all pairs 1 <= j < i, or max_pairs random ones.
 
     The paper leaves out the beginning-of-sequence token, an outlier and attention sink, so key 0 is left out here.

@@ -25,7 +25,7 @@ def draw_validation(record: dict) -> np.ndarray:
     return np.asarray(canvas.buffer_rgba())[..., :3]
 
 
-def find_panels(record: dict) -> dict[str, dict]:
+def find_panels(record: dict) -> dict:
     """Return {label of the x axis: {label of a line: {x: y}}} of the measures that the record has."""
     losses = {}
     for length, by_octave in record["val_loss_by_position"].items():
@@ -40,5 +40,5 @@ def find_panels(record: dict) -> dict[str, dict]:
     return {xlabel: lines for xlabel, lines in panels.items() if lines}
 
 
-def with_numbers(values: dict[str, float]) -> dict[int, float]:
+def with_numbers(values: dict) -> dict:
     return {int(key): value for key, value in values.items()}

@@ -100,7 +100,7 @@ def load_weights(model: torch.nn.Module, weights: dict, checkpoint: Path):
         raise UserError(f"{problem}. Restore the code, or train again.") from None
 
 
-def load_newest(folder: Path, world: World) -> tuple[Path | None, dict, list[Path]]:
+def load_newest(folder: Path, world: World) -> tuple:
     """Return the newest checkpoint that every rank can read, its state, and the paths of newer damaged checkpoints.
 
     The path is None if the folder has no checkpoint. All ranks call this. Raise DamagedCheckpoint if all are damaged,

@@ -67,7 +67,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, n: int = 8192, seconds
     return 2 * n**3 / measured.median
 
 
-def choose_ptxas(device: torch.device) -> tuple[TorchVersion, str] | None:
+def choose_ptxas(device: torch.device) -> tuple | None:
     """Make Triton use the newest installed ptxas for Hopper, unless TRITON_PTXAS_PATH names another ptxas.
 
     Return version and path of the ptxas for this GPU, or None without Triton. The search stays within PyTorch's major

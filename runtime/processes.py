@@ -135,7 +135,7 @@ def start_processes(device: str, timeout: float = 600) -> World:
     return world
 
 
-def describe_failure(error: BaseException) -> tuple[int, str] | None:
+def describe_failure(error: BaseException) -> tuple | None:
     """Return exit code and message for an error of a file, of memory or of a lost rank, or None for other errors."""
     if isinstance(error, OSError):
         return 2, str(error)

@@ -114,7 +114,7 @@ def print_table(title: str, rows: list[tuple]):
         print(f"\n{title}:\n\n{pivot_table(['run'], lines, columns)}")
 
 
-def gain_cells(result: dict, name: str) -> dict[str, str]:
+def gain_cells(result: dict, name: str) -> dict:
     """Return cells of a gain with its standard error. {}: it was not measured."""
     return {key: format_mean(gain, result[f"{name}_error"][key]) for key, gain in result.get(name, {}).items()}
 

@@ -79,7 +79,7 @@ def make_data(folder: Path) -> float:
     return copy_rows["share"]
 
 
-def train_all(runs: dict[str, Run], runs_dir: Path) -> dict[str, dict]:
+def train_all(runs: dict, runs_dir: Path) -> dict:
     """Train the unfinished runs. Return all summaries. Raise ValueError if a finished run read another text."""
     runs_dir.mkdir(parents=True, exist_ok=True)
     data, unfinished, summaries = data_fingerprint(runs["RoPE"].config), [], {}
@@ -99,7 +99,7 @@ def train_all(runs: dict[str, Run], runs_dir: Path) -> dict[str, dict]:
     return summaries
 
 
-def result_table(summaries: dict[str, dict], config: Config) -> str:
+def result_table(summaries: dict, config: Config) -> str:
     """Return one row per method: loss at each length, copy gain of random spans at each gap except the shortest."""
     lengths, gaps = config.val_lengths, config.val_copy_gaps[1:]
     rows = [["method", *(f"loss at {n}" for n in lengths), *(f"copy gain at {gap}" for gap in gaps)]]
@@ -109,7 +109,7 @@ def result_table(summaries: dict[str, dict], config: Config) -> str:
     return markdown_table(rows)
 
 
-def draw(summaries: dict[str, dict], config: Config, path: Path):
+def draw(summaries: dict, config: Config, path: Path):
     """Draw loss against length beside copy gain against the gap."""
     losses, gains = [], []
     for name, summary in summaries.items():

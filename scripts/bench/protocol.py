@@ -91,7 +91,7 @@ class Report:
     def add(
         self,
         text: str,
-        rows: list[list[str]] | None = None,
+        rows: list | None = None,
         problems: dict | None = None,
     ):
         """Add a text, then a table, then a list. problems: a problem or another result by variant."""

@@ -114,7 +114,7 @@ class LayerCache:
     def __init__(self, cache: DynamicCache, layer: int, method: Method, plan: LayerPlan):
         self.cache, self.layer, self.method, self.plan = cache, layer, method, plan
 
-    def append(self, rotated_k: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Tensor | None, ...]:
+    def append(self, rotated_k: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple:
         """Add new tokens, (B, H, T, ...), and return the same of all tokens so far, with all keys rotated anew."""
         width, dtype = k.shape[3], k.dtype
         if features is not None:  # behind the keys, in one tensor

@@ -108,7 +108,7 @@ def main():
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def make_item(study: Study, command: str) -> tuple[str, str]:
+def make_item(study: Study, command: str) -> tuple:
     """Make an item: its section of OUT/tables.md and its figures. Return the section and a line about the outcome.
 
     If no run is finished, nothing is written. command: makes the item.
@@ -132,14 +132,14 @@ def sweep_command(command: str) -> str:
     return re.sub(r" --out[= ]\S+", "", command).replace("scripts.reproduce", "scripts.sweep", 1)
 
 
-def read_sections(page: Path) -> dict[str, str]:
+def read_sections(page: Path) -> dict:
     """Return the sections of a page by item."""
     text = page.read_text() if page.exists() else ""
     parts = re.split(r"^## (\w+)\n", text, flags=re.MULTILINE)[1:]
     return {item: f"## {item}\n{section.rstrip()}\n" for item, section in zip(parts[::2], parts[1::2])}
 
 
-def make_page(sections: dict[str, str]) -> str:
+def make_page(sections: dict) -> str:
     """Return the page of these sections, in the order of all_items. Sections of removed items come last."""
     present = [item for item in dict.fromkeys([*all_items(), *sections]) if item in sections]
     links = ", ".join(f"[{item}](#{item})" for item in present)

@@ -102,7 +102,7 @@ def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> dict:
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
-def moments(scores: np.ndarray) -> dict[str, float]:
+def moments(scores: np.ndarray) -> dict:
     """Return mean, std, skewness, excess kurtosis and Kolmogorov-Smirnov distance (ks) of scores (N,).
 
     ks compares with the Gaussian of the same mean and std. For Gaussian scores and N -> inf, the last three are 0.

@@ -30,8 +30,8 @@ class Study:
         out: Path,
         stored_runs: list[StoredRun],
         *,
-        methods: list[str] | None = None,
-        seeds: list[int] | None = None,
+        methods: list | None = None,
+        seeds: list | None = None,
         changes: dict = {},
         needle: dict = {},
         runs_dir: Path = Path("runs"),
@@ -72,7 +72,7 @@ class Study:
         """Return a length with its multiple of the training length, such as "1024 (4x)"."""
         return f"{length} ({length / self.base_length:g}x)"
 
-    def series(self, run: Run) -> dict[str, str | None]:
+    def series(self, run: Run) -> dict:
         """Return the series of a run: {label: method with which the weights are validated}.
 
         None stands for the trained method.

@@ -47,7 +47,7 @@ def reference_of(study: Study) -> str:
     return scaled if study.item != "table_losses" and scaled in study.all_series else SI
 
 
-def read_losses(study: Study) -> tuple[dict, list[int]]:
+def read_losses(study: Study) -> tuple:
     """Return final losses, {(series, length): [one per seed]}, and lengths. Add missing losses to study.missing."""
     lengths = sorted({length for run in study.runs for length in run.config.val_lengths})
     for run, stored in study.finished:
@@ -98,7 +98,7 @@ def table_llama(study: Study) -> str:
 # ---- parts of all tables ---------------------------------------------------------------------------------------------
 
 
-def trained_methods(study: Study) -> dict[str, str]:
+def trained_methods(study: Study) -> dict:
     """Return {method that was only validated: method that was trained}. Both use the same weights."""
     pairs = [(run.config, other) for run in study.runs for other in run.config.validate_as]
     return {series_label(config, other): series_label(config) for config, other in pairs}
@@ -110,7 +110,7 @@ def make_table(
     lengths: list[int],
     *,
     best: Callable,
-    methods: list[str] | None = None,
+    methods: list | None = None,
 ) -> str:
     """Return a table as Markdown: our means over seeds, and the paper's numbers beside the first metric.
 

@@ -22,7 +22,7 @@ CHUNK = 2**20  # scores in memory at once
 DRAWS = 400  # random draws per context
 
 
-def coefficients(distance: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+def coefficients(distance: Tensor, tau: float) -> tuple:
     """Return a_t and m_t at distances t, from the method in model/methods."""
     method = make_method("scale_invariant_nope", Shape(num_heads=1, head_dim=1, train_length=1), tau=tau)
     return method.score_change.coefficients(distance.double(), head=torch.zeros(1))

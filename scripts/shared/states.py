@@ -42,7 +42,7 @@ def run_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str 
     return *(("interrupted", str(path)) if stored else ("missing", "")), stored
 
 
-def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
+def needle_state(stored: StoredRun, needle: Needle) -> tuple:
     """Return the state of a trained run's fine-tuning on the needle task, and the reason. States: see run_state."""
     # 1. Is it this fine-tuning?
     path = stored.path / "needle"

@@ -54,7 +54,7 @@ def summarise(samples: dict, *names: str) -> list[dict]:
     return rows
 
 
-def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
+def mean_and_stderr(values: list[float]) -> tuple:
     """Return mean and standard error, sd / sqrt(n) with n - 1 in the variance. Each is None for too few values."""
     mean = statistics.fmean(values) if values else None
     return mean, float(stats.sem(values)) if len(values) > 1 else None
