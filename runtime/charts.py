@@ -10,7 +10,8 @@ def draw_validation(record: dict) -> np.ndarray:
     panels = find_panels(record)
     figure = Figure(figsize=(4.5 * len(panels), 3.5), layout="constrained")
     canvas = FigureCanvasAgg(figure)  # without pyplot, so nothing is left in memory
-    for axes, (xlabel, lines) in zip(np.ravel(figure.subplots(1, len(panels))), panels.items()):
+    grid = np.ravel(figure.subplots(1, len(panels)))
+    for axes, (xlabel, lines) in zip(grid, panels.items()):
         for label, points in lines.items():
             axes.plot(list(points), list(points.values()), marker="o", label=label)
         if xlabel == "layer":
