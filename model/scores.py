@@ -13,7 +13,6 @@ from model.attention.attend import rotate, rotate_and_scale
 from model.attention.blocks import Blocks
 from model.attention.plan import Plan
 from model.gpt import GPT, norm
-from model.methods.base import Mechanism
 from model.tensors import upcast
 
 MAX_PAIRS = 2**16  # random pairs of a query and a key, for the moments of a head
@@ -114,5 +113,8 @@ def calibrate(model: GPT, tokens: Tensor):
 
 def calibrated_parameters(model: nn.Module) -> set[str]:
     """Return the names of a model's parameters that calibration sets."""
-    mechanisms = [(name, module) for name, module in model.named_modules() if isinstance(module, Mechanism)]
-    return {f"{name}.{parameter}" for name, mechanism in mechanisms for parameter in mechanism.calibrated}
+    names = set()
+    for name, module in model.named_modules():
+        for parameter in getattr(module, "calibrated", ()):
+            names.add(f"{name}.{parameter}")
+    return names

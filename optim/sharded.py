@@ -9,7 +9,6 @@ With one rank, nothing is sharded: the optimizers work on the parameters themsel
 """
 
 import dataclasses
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -164,7 +163,7 @@ class Optimizers:
 
     def all_buckets(self) -> list[Bucket]:
         """Return the buckets of all groups."""
-        return [*itertools.chain.from_iterable(self.buckets.values())]
+        return sum(self.buckets.values(), [])
 
     def sharded_buckets(self) -> list[Bucket]:
         """Return the buckets that are divided over ranks: all buckets, or none in a run with one rank."""

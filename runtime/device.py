@@ -56,14 +56,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return None
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype, n: int = 8192, seconds: float = 0.1) -> float:
-    """Return the median FLOP/s of the product of two random (n, n) matrices. seconds: minimum time of the measurement.
+def matmul_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
+    """Return the median FLOP/s of the product of two random (n, n) matrices.
 
     The matrices are random, because products of zeros cost less power and run faster.
     """
     a, b = torch.randn(2, n, n, device=device, dtype=dtype)
     timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
-    measured = timer.blocked_autorange(min_run_time=seconds)
+    measured = timer.blocked_autorange(min_run_time=0.1)
     return 2 * n**3 / measured.median
 
 

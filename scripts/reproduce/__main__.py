@@ -102,7 +102,7 @@ def main():
             outcome = f"failed: {error}"  # go on with the other items
         print(f"{item}: {outcome}" if args.item == "all" else f"{text}\n{outcome}", flush=True)
         outcomes.append(outcome)
-    sys.exit(0 if all(outcome.startswith("complete") for outcome in outcomes) else 1)
+    sys.exit(int(not all(outcome.startswith("complete") for outcome in outcomes)))
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

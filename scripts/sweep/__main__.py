@@ -52,7 +52,7 @@ def main():
         submit(starting, args)
     plan = find_states(runs, args)
     print_plan(plan)
-    sys.exit(0 if all(state in ("finished", "queued") for _, state, _ in plan) else 1)
+    sys.exit(int(any(state not in ("finished", "queued") for _, state, _ in plan)))
 
 
 def parse_arguments() -> tuple:
