@@ -23,7 +23,7 @@ from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.shared.arguments import Parser, field_changes
 from scripts.shared.looks import plot_styles
 from scripts.shared.runs import copy_gains, data_fingerprint, final_losses, read_runs
-from scripts.shared.states import find_stored, run_state, sidecar
+from scripts.shared.states import run_state, sidecar
 from scripts.shared.tables import markdown_table
 from scripts.sweep.local import train
 
@@ -90,8 +90,8 @@ def train_all(runs: dict, runs_dir: Path) -> dict:
             unfinished.append(run)
     train(unfinished, retries=0)
     for name, run in runs.items():
-        stored = find_stored(run, read_runs(runs_dir), data)
-        if stored is None or stored.summary is None:
+        state, _, stored = run_state(run, read_runs(runs_dir), runs_dir, data)
+        if state != "finished":
             sys.exit(f"error: {run.name} failed. Read {sidecar(runs_dir / run.name, '.log')}.")
         differences = describe_differences(run.config, stored.config, TABLE_FIELDS)
         require(not differences, f"{stored.path} has other fields ({differences}). Name another --runs-dir.")
