@@ -86,7 +86,6 @@ def train(
     at_once: int | None = None,
     gpus_per_run: int = 1,
     retries: int = 2,
-    signals: tuple = SIGNALS,
     program: Sequence[str] = (),
 ):
     """Train and fine-tune the runs, each on its own GPUs or on its share of the cores.
@@ -99,7 +98,7 @@ def train(
         return
     require(at_once is None or at_once >= 1, f"--jobs {at_once} would start no run. Use 1 or more.")
     free = share_devices(runs, at_once, gpus_per_run)
-    for number in signals:
+    for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
             signal.signal(number, stop)
 
