@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from model.attention.plan import Plan
 from model.loss import mean_loss, token_losses
 
 
@@ -23,14 +24,14 @@ class WithLoss(nn.Module):
     def head(self) -> Tensor:
         return self.model.lm_head.weight  # (V, C)
 
-    def plan(self, length: int, **options):
-        return None
+    def plan(self, length: int, **options) -> Plan:
+        return Plan(())
 
     def forward(
         self,
         inputs: Tensor,
         targets: Tensor | None = None,
-        plan: None = None,
+        plan: Plan | None = None,
         per_token: bool = False,
         last: int = 1,
     ) -> Tensor:
