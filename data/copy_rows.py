@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from errors import UserError
+from errors import require
 
 SEED = 0
 MIN_SEGMENT = 8  # tokens
@@ -24,11 +24,9 @@ RowLengths = Sequence[tuple[int, int | None]]  # (tokens in a row, stream positi
 
 def check_rows(share: float, row_lengths: RowLengths):
     """Raise ValueError for a share outside [0, 1) and for rows too short for two segments."""
-    if not 0 <= share < 1:
-        raise UserError(f"--copy-rows {share}: out of range. Use at least 0 and less than 1.")
+    require(0 <= share < 1, f"--copy-rows {share}: out of range. Use at least 0 and less than 1.")
     shortest = min(length for length, _ in row_lengths)
-    if shortest < 2 * MIN_SEGMENT:
-        raise UserError(f"--row-tokens {shortest}: too short. Use at least {2 * MIN_SEGMENT} tokens.")
+    require(shortest >= 2 * MIN_SEGMENT, f"--row-tokens {shortest}: too short. Use at least {2 * MIN_SEGMENT} tokens.")
 
 
 def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SEED) -> Iterator[np.ndarray]:
@@ -39,8 +37,7 @@ def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SE
     Raise ValueError if the text is shorter than the longest row.
     """
     longest = max(length for length, _ in row_lengths)
-    if len(text) < longest:
-        raise UserError(f"--row-tokens {longest}: the train text has {len(text)} tokens. Use more text.")
+    require(len(text) >= longest, f"--row-tokens {longest}: the train text has {len(text)} tokens. Use more text.")
     rng = np.random.Generator(np.random.PCG64(seed))
     position = 0  # tokens in all rows so far
     natural_tokens = 0  # tokens in rows of natural text so far

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from data.shards import GPT2_VOCAB, describe_shard, read_manifest, shard_bytes, write_manifest
 from data.sources import FINEWEB_SHARDS
-from errors import UserError, exit_on_user_error
+from errors import UserError, exit_on_user_error, require
 
 
 @contextmanager
@@ -55,8 +55,8 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
     repo = f"kjj0/{dataset}-gpt2"
     available = FINEWEB_SHARDS[dataset]
     num_shards = available if num_shards is None else num_shards
-    if not 1 <= num_shards <= available:
-        raise UserError(f"--shards {num_shards}: {repo} has {available} training shards. Use 1 to {available}.")
+    problem = f"--shards {num_shards}: {repo} has {available} training shards. Use 1 to {available}."
+    require(1 <= num_shards <= available, problem)
     train = [f"fineweb_train_{i:06d}.bin" for i in range(1, available + 1)]
     present = [name for name in train[num_shards:] if (out / name).exists()]  # modded-nanogpt may have made the folder
     names = ["fineweb_val_000000.bin", *train[:num_shards], *present]
@@ -65,8 +65,7 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
     out.mkdir(parents=True, exist_ok=True)
     manifest = read_manifest(out) or {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "source": repo, "files": {}}
     source = manifest.get("source")  # fineweb10B and fineweb100B have files of the same names and sizes
-    if source != repo:
-        raise UserError(f"{out}: has data of {source or 'another source'}. Choose another --out.")
+    require(source == repo, f"{out}: has data of {source or 'another source'}. Choose another --out.")
     write_manifest(out, manifest)
 
     # 3. Fetch the files that are not there yet.
@@ -89,8 +88,7 @@ def fetch_shard(repo: str, name: str, out: Path) -> dict:
     path = fetch(repo, name, out)
     try:
         entry = describe_shard(path)
-        if entry["sha256"] != sha256:
-            raise UserError(f"{path}: its sha256 differs from the hub's.")
+        require(entry["sha256"] == sha256, f"{path}: its sha256 differs from the hub's.")
     except ValueError as error:
         path.unlink()
         raise UserError(f"{error} The file was removed. Run the command again.") from error

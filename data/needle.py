@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from data.documents import DocumentReader
 from data.download import fetch
 from data.shards import open_split
-from data.text import read_documents
 from data.tokenizer import Tokenizer
-from errors import UserError
+from errors import UserError, require
 
 CITIES = (
     "Accra, Amsterdam, Antwerp, Athens, Bangkok, Barcelona, Beijing, Berlin, Bogota, Boston, "
@@ -66,15 +66,14 @@ class Haystack:
         stream = open_split(data_dir, split, tokenizer.vocab_size)
         tokens = stream.read(0, min(len(stream), HAYSTACK_TOKENS))
         starts = np.flatnonzero(tokens == tokenizer.eot)  # (documents,)
-        if not len(starts):
-            raise UserError(f"{data_dir}: no end-of-text token in the {split} shards. Prepare the data again.")
+        require(len(starts), f"{data_dir}: no end-of-text token in the {split} shards. Prepare the data again.")
         documents = np.split(tokens, starts)[1:]
         return cls(split, len(documents), lambda index: documents[index])
 
     @classmethod
     def from_c4(cls, folder: Path, split: str, tokenizer: Tokenizer) -> "Haystack":
         """Return the documents in the first file of a split of C4 (en), the paper's haystack. OSError: see fetch_c4."""
-        texts = list(read_documents(fetch_c4(folder, split)))
+        texts = [*DocumentReader([fetch_c4(folder, split)])]
 
         def document(index: int) -> np.ndarray:
             return np.array([tokenizer.eot, *tokenizer.encode(texts[index])])
@@ -151,8 +150,7 @@ class NeedleTask:
 
         # 2. Draw the haystack, and cut it where the needles go.
         haystack_length = self.length - sum(map(len, [*needles, separator, response]))
-        if haystack_length <= 0:
-            raise UserError(f"length {self.length} has no space for a haystack. Use {2 * self.length}.")
+        require(haystack_length > 0, f"length {self.length} has no space for a haystack. Use {2 * self.length}.")
         haystack = self.haystack.sample(haystack_length, rng)
         gaps = np.sort(rng.integers(0, haystack_length, NEEDLES, endpoint=True))  # gap g is before haystack token g
         first, *rest = np.split(haystack, gaps)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.text import prepare
-from errors import UserError, exit_on_user_error
+from errors import exit_on_user_error, require
 from files import append
 
 COPY_ROWS = 0.5  # share of the training rows
@@ -61,8 +61,7 @@ def source_folders(packages: Sequence[str]) -> list[Path]:
     folders = [Path(sysconfig.get_path("stdlib"))]
     for package in packages:
         spec = importlib.util.find_spec(package)
-        if spec is None:
-            raise UserError(f"no package {package}. Install requirements.txt and requirements-extras.txt.")
+        require(spec, f"no package {package}. Install requirements.txt and requirements-extras.txt.")
         folders.append(Path(spec.submodule_search_locations[0]))
     return folders
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from data.shards import MAGIC, TOKEN, TOKENIZER_FILE, VERSION, describe_shard, sha256_of, write_manifest
-from errors import UserError
+from errors import require
 from files import sync
 
 
@@ -24,8 +24,8 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, prefix: str, *, tokenizer: str, vocab_size: int, shard_tokens: int = 100_000_000):
-        if not 0 < vocab_size <= 2**16:
-            raise UserError(f"a vocabulary of {vocab_size} tokens does not fit shards of uint16. Use at most {2**16}.")
+        problem = f"a vocabulary of {vocab_size} tokens does not fit shards of uint16. Use at most {2**16}."
+        require(0 < vocab_size <= 2**16, problem)
         self.folder = folder
         self.prefix = prefix
         self.shard_bytes = shard_tokens * TOKEN.itemsize

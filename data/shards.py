@@ -18,21 +18,28 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import UserError, exit_on_user_error
+from errors import UserError, exit_on_user_error, require
 from files import check_object, naming, parse_object, read_bytes, replace_text
 
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES = 256 * 4
 TOKEN = np.dtype("<u2")
 MANIFEST, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"  # beside a model's tokenizer.json
 GPT2_VOCAB = 50257
+DESCRIBE = "`python -m data.shards describe {}`"
 
 
 # ---- format ----
 
 
 def _is_in_split(name: str, split: str) -> bool:
-    return re.fullmatch(rf".+_{split}_\d+\.bin", name) is not None
+    return re.fullmatch(rf".+_{split}(_\d+)?\.bin", name) is not None  # llm.c also writes NAME_train.bin
+
+
+def find_shards(folder: Path, split: str = "(train|val)") -> list[Path]:
+    """Return the shards of a split, or of both, in a folder. Other files and folders are left alone."""
+    return sorted(path for path in folder.glob("*.bin") if _is_in_split(path.name, split) and path.is_file())
 
 
 def shard_bytes(num_tokens: int) -> int:
@@ -55,14 +62,12 @@ def read_array(path: Path, dtype: np.dtype, count: int, offset: int = 0) -> np.n
 def read_header(path: Path) -> int:
     """Return the number of tokens in a shard. Raise ValueError if the file is not a complete, non-empty shard."""
     header = read_array(path, np.dtype("<i4"), 3).tolist()
-    if header[:2] != [MAGIC, VERSION]:
-        raise UserError(f"{path}: not a token shard of version {VERSION}. Prepare it again.")
+    require(header[:2] == [MAGIC, VERSION], f"{path}: not a token shard of version {VERSION}. Prepare it again.")
     num_tokens = header[-1]  # of a file of 8 bytes: VERSION, which the size contradicts
-    if num_tokens <= 0:
-        raise UserError(f"{path}: has no tokens. Prepare it again.")
+    require(num_tokens > 0, f"{path}: has no tokens. Prepare it again.")
     size = os.path.getsize(path)
-    if size != shard_bytes(num_tokens):
-        raise UserError(f"{path}: has {size} bytes instead of {shard_bytes(num_tokens)}. Prepare it again.")
+    problem = f"{path}: has {size} bytes instead of {shard_bytes(num_tokens)}. Prepare it again."
+    require(size == shard_bytes(num_tokens), problem)
     return num_tokens
 
 
@@ -80,12 +85,17 @@ def describe_shard(path: Path) -> dict:
 
 def read_manifest(folder: Path) -> dict | None:
     """Return the manifest of a data folder, or None without a manifest. Raise ValueError for any other content."""
-    path, remedy = Path(folder) / MANIFEST, "Prepare the data again."
+    path = Path(folder) / MANIFEST
+    remedy = f"Prepare the data again. If the file is not ours, move it, then run {DESCRIBE.format(folder)}."
     if not path.exists():
         return None
     manifest = parse_object(read_bytes(path), str(path), remedy, tokenizer=str, vocab_size=int, files=dict)
+    check_object(manifest.get("copy_rows", {}), f"{path}: copy_rows", remedy)
     for name, entry in manifest["files"].items():
         check_object(entry, f"{path}: {name}", remedy, tokens=int, max_token=int, sha256=str)
+        if entry["max_token"] >= manifest["vocab_size"]:
+            problem = f"{path}: {name} has token {entry['max_token']}, outside the vocabulary of vocab_size"
+            raise UserError(f"{problem} {manifest['vocab_size']}. {remedy}")
     return manifest
 
 
@@ -98,6 +108,13 @@ def tokenizer_of(data_dir: Path) -> str | None:
 def sha256_of(path: Path) -> str | None:
     """Return the sha256 of a file, which is read at once, or None if it does not exist."""
     return hashlib.sha256(read_bytes(path)).hexdigest() if path.exists() else None
+
+
+def copy_tokenizer(file: Path, out: Path):
+    """Copy a tokenizer, and the configuration beside it, into a folder. Either may be missing, or there already."""
+    for source, name in ((file, TOKENIZER_FILE), (file.with_name(TOKENIZER_CONFIG), TOKENIZER_CONFIG)):
+        if source.exists():
+            replace_text(out / name, read_bytes(source).decode())
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -165,8 +182,7 @@ class TokenStream:
             path = self.paths[shard]
             wanted = min(count - filled, self.shard_tokens[shard] - offset)
             part = read_array(path, TOKEN, wanted, shard_bytes(offset))
-            if len(part) < wanted:
-                raise UserError(f"{path}: the file was truncated during the run. Restore it.")
+            require(len(part) == wanted, f"{path}: the file was truncated during the run. Restore it.")
             tokens[filled : filled + wanted] = part
             filled += wanted
 
@@ -187,12 +203,10 @@ def open_split(data_dir: Path, split: str, vocab_size: int, remedy: str = "Prepa
     """
     # 1. Find the shards and the manifest.
     data_dir = Path(data_dir)
-    paths = sorted(path for path in data_dir.glob("*.bin") if _is_in_split(path.name, split))
-    if not paths:
-        raise UserError(f"{data_dir}: no {split} shards. {remedy}")
+    paths = find_shards(data_dir, split)
+    require(paths, f"{data_dir}: no {split} shards, such as x_{split}_000001.bin. {remedy}")
     manifest = read_manifest(data_dir)
-    if not manifest:
-        raise UserError(f"{data_dir}: has no {MANIFEST}. Run `python -m data.shards describe {data_dir}` once.")
+    require(manifest, f"{data_dir}: has no {MANIFEST}. Run {DESCRIBE.format(data_dir)} once.")
 
     # 2. Compare them: (name, number of tokens) of each shard.
     entries = manifest["files"]
@@ -216,12 +230,11 @@ def open_split(data_dir: Path, split: str, vocab_size: int, remedy: str = "Prepa
 def verify(data_dir: Path) -> dict[str, str]:
     """Return file name -> problem, for the manifest's and all other .bin files. Raise ValueError without a manifest."""
     manifest = read_manifest(data_dir)
-    if not manifest:
-        raise UserError(f"{data_dir}: has no {MANIFEST} to verify against. Give a folder of prepared data.")
+    require(manifest, f"{data_dir}: has no {MANIFEST} to verify against. Give a folder of prepared data.")
     problems = {}
     if manifest.get("tokenizer_sha256") not in (None, sha256_of(data_dir / TOKENIZER_FILE)):
         problems[TOKENIZER_FILE] = "missing or changed"
-    present = {path.name for path in data_dir.glob("*.bin")}
+    present = {path.name for path in find_shards(data_dir)}
     for name in sorted(manifest["files"].keys() | present):
         try:
             if describe_shard(data_dir / name) != manifest["files"].get(name):
@@ -229,6 +242,40 @@ def verify(data_dir: Path) -> dict[str, str]:
         except (ValueError, OSError) as error:
             problems[name] = str(error)
     return problems
+
+
+def describe(folder: Path) -> dict:
+    """Return a manifest of shards that another program made, with tokenizer.json if the folder has one, else gpt2.
+
+    Raise ValueError for shards that these tokenizers cannot have made, and for a folder without both splits.
+    """
+    require(not read_manifest(folder), f"{folder}: has a {MANIFEST}. Verify it instead.")
+    files = {}
+    for split, number in {"train": 1, "val": 0}.items():
+        paths = find_shards(folder, split)
+        require(paths, f"{folder}: no {split} shards. Name them x_{split}_{number:06d}.bin and so on.")
+        files |= {path.name: describe_shard(path) for path in paths}
+    manifest = {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "files": files}
+    largest = max(entry["max_token"] for entry in files.values())
+    fits = largest == GPT2_VOCAB - 1  # GPT-2's end-of-text, which begins each document
+    path = folder / TOKENIZER_FILE
+    if path.exists():
+        size = _vocab_size(path)
+        fits = largest < size
+        manifest |= {"tokenizer": TOKENIZER_FILE, "vocab_size": size, "tokenizer_sha256": sha256_of(path)}
+    if not fits:
+        problem = f"{folder}: the largest token is {largest}, but {manifest['tokenizer']} has {manifest['vocab_size']}"
+        raise UserError(f"{problem} tokens. Copy the {TOKENIZER_FILE} of these shards into the folder.")
+    return manifest
+
+
+def _vocab_size(tokenizer: Path) -> int:
+    from tokenizers import Tokenizer  # here, because a run reads shards without it
+
+    try:
+        return max(Tokenizer.from_file(str(tokenizer)).get_vocab().values()) + 1
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"{tokenizer}: not a file of the tokenizers library ({error}). Remove it.") from error
 
 
 @exit_on_user_error()
@@ -239,15 +286,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     folder = args.dir
     if args.command == "describe":
-        if (folder / MANIFEST).exists():
-            raise UserError(f"{folder}: has a {MANIFEST}. Verify it instead.")
-        files = {path.name: describe_shard(path) for path in sorted(folder.glob("*.bin"))}
-        if not files:
-            raise UserError(f"{folder}: has no .bin files. Name another folder.")
-        write_manifest(folder, {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "files": files})
+        write_manifest(folder, describe(folder))
     bad = [f"{name} ({problem})" for name, problem in verify(folder).items()]
-    if bad:
-        raise UserError(f"{folder}: {len(bad)} bad files, {', '.join(bad)}. Remove them and make them again.")
+    require(not bad, f"{folder}: {len(bad)} bad files, {', '.join(bad)}. Remove them and make them again.")
     print(f"{folder}: all files agree with {MANIFEST}")
 
 

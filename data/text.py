@@ -1,13 +1,14 @@
-"""Tokenises text files and .jsonl files to a folder of shards with a manifest.
+"""Tokenises text files, JSON lines and .parquet files to a folder of shards with a manifest.
 
     python -m data.text books/ --tokenizer gpt2 --out data/books
     python -m data.text crawl.jsonl.gz notes/*.md --tokenizer bpe:4096 --out data/crawl
 
-A .jsonl or .json file has one JSON object per line. A document is the field `text` (--field) of an object. Any other
-file is one document, or several documents separated by lines `<|endoftext|>`. Files may be compressed as .gz. In a
-folder, all .txt and .jsonl files are read. Bytes that are not UTF-8 become U+FFFD. Empty documents, and white space
-around documents, are dropped. `--tokenizer` takes gpt2, a file, a data folder, or a Hugging Face model. `bpe:SIZE`
-trains a tokenizer on the train split.
+Documents are in the field `text` (--field) of the rows of .jsonl, .ndjson, .json and .parquet files, and in any other
+file (data/documents.py). In a folder, all .txt, .jsonl, .ndjson, .json.gz and .parquet files are read. The command
+prints the number of documents by kind of file, and what it left out. Bytes that are not UTF-8 become U+FFFD. They are
+counted, and a file with many of them is refused. Empty documents, and white space around documents, are dropped.
+`--skip-bad` leaves out rows without a text. `--tokenizer` takes gpt2, a file, a data folder, or a Hugging Face model.
+`bpe:SIZE` trains a tokenizer on the train split.
 
 The sha256 of a document assigns it to train or val, so no document is in both. If a split has no document, val is the
 last --val-fraction of each document instead. Both splits are shuffled with a fixed seed. Every document begins with
@@ -17,13 +18,9 @@ the end-of-text token, as in the FineWeb shards. The whole text is in memory.
 """
 
 import argparse
-import gzip
 import hashlib
 import itertools
-import json
 import re
-import shutil
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,68 +28,22 @@ import numpy as np
 from tqdm import tqdm
 
 from data.copy_rows import SEED, RowLengths, check_rows, rows
+from data.documents import DocumentReader
 from data.shard_writer import ShardWriter
-from data.shards import TOKEN, TOKENIZER_FILE
-from data.tokenizer import END_OF_TEXT, TOKENIZER_CONFIG, Tokenizer, load_tokenizer, pieces, train_bpe
-from errors import UserError, exit_on_user_error
+from data.shards import TOKEN, TOKENIZER_CONFIG, TOKENIZER_FILE, copy_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, pieces, train_bpe
+from errors import exit_on_user_error, require
 
-SEPARATOR = re.compile(rf"^[^\S\n]*{re.escape(END_OF_TEXT)}[^\S\n]*$", re.MULTILINE)
 SHUFFLE_SEED = 0
 PIECES = 32  # encoded in one call: enough to keep all cores busy
 
 
-# ---- documents ----
-
-
-def find_files(inputs: Sequence[Path]) -> list[Path]:
-    """Return all files among the inputs, and the .txt and .jsonl files (or .gz) anywhere in their folders, sorted."""
-    found = set()
-    for path in inputs:
-        if not path.is_dir():
-            found.add(path)
-            continue
-        files = [file for file in path.rglob("*") if has_suffix(file, ".txt", ".jsonl")]
-        if not files:
-            raise UserError(f"{path} has no .txt and no .jsonl files. Name another folder, or files.")
-        found.update(files)
-    return sorted(found)
-
-
-def has_suffix(path: Path, *suffixes: str) -> bool:
-    """Return True if the file has one of these suffixes, perhaps followed by .gz."""
-    return path.name.removesuffix(".gz").endswith(suffixes)
-
-
-def read_documents(path: Path, field: str = "text") -> Iterator[str]:
-    """Yield the documents of a file, stripped. Raise ValueError for a JSON line without a text in its field."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="\n") as file:
-            if has_suffix(path, ".json", ".jsonl"):
-                texts = (_text_of_line(line, field, f"{path}: line {i}") for i, line in enumerate(file, 1))
-            else:
-                whole = file.read()
-                if "\0" in whole:  # a compressed or binary file, or one in UTF-16
-                    raise UserError(f"{path}: not a text in UTF-8. Convert it to .txt or .jsonl, perhaps .gz.")
-                texts = map(str.strip, SEPARATOR.split(whole))
-            yield from filter(None, texts)
-    except (EOFError, zlib.error) as error:
-        raise UserError(f"{path}: cut off or damaged ({error}). Get the file again.") from error
-
-
-def _text_of_line(line: str, field: str, place: str) -> str:
-    """Return the text in a line of a .jsonl file, stripped; "" for an empty line. place: file and line, for errors."""
-    try:
-        text = json.loads(line)[field] if line.strip() else ""
-        return text.encode(errors="replace").decode().strip()  # JSON can have lone surrogates
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise UserError(f"{place}: not a JSON object with a text in field {field!r}. Choose a --field.") from error
+# ---- splits ----
 
 
 def split_documents(documents: Iterable[str], val_fraction: float) -> dict[str, list[str]]:
     """Return the documents of "train" and "val", shuffled. Raise ValueError for too little text."""
-    if not 0 < val_fraction < 1:
-        raise UserError(f"--val-fraction {val_fraction}: out of range. Use more than 0 and less than 1.")
+    require(0 < val_fraction < 1, f"--val-fraction {val_fraction}: out of range. Use more than 0 and less than 1.")
 
     # 1. The hash of a document decides its split.
     splits = {"train": [], "val": []}
@@ -102,8 +53,7 @@ def split_documents(documents: Iterable[str], val_fraction: float) -> dict[str, 
     if not all(splits.values()):
         print(f"too few documents to divide: val is the last {100 * val_fraction:g} % of each", flush=True)
         splits = _cut_documents(splits["train"] or splits["val"], val_fraction)
-    if not all(splits.values()):
-        raise UserError(f"--val-fraction {val_fraction}: too few documents for two splits. Use more text.")
+    require(all(splits.values()), f"--val-fraction {val_fraction}: too few documents for two splits. Use more text.")
 
     # 2. Shuffle.
     for split, texts in splits.items():
@@ -135,6 +85,7 @@ def prepare(
     tokenizer: str,
     *,
     field: str = "text",
+    skip_bad: bool = False,
     val_fraction: float = 0.05,
     shard_tokens: int = 100_000_000,
     name: str = "text",
@@ -150,25 +101,24 @@ def prepare(
     # 1. Check the arguments, before all text is read.
     if copy_rows is not None:
         check_rows(copy_rows, row_lengths)
-    if any(out.glob("*.bin")):
-        raise UserError(f"{out}: already has shards. Choose another --out, or remove them.")
-    files = find_files(inputs)
+    require(not any(out.glob("*.bin")), f"{out}: already has shards. Choose another --out, or remove them.")
+    reader = DocumentReader(inputs, field, skip_bad)
     bpe = re.fullmatch(r"bpe:(\d+)", tokenizer)
     loaded = None if bpe else load_tokenizer(tokenizer)
     size = int(bpe[1]) if bpe else loaded.vocab_size
-    if size > 2**16:
-        raise UserError(f"--tokenizer {tokenizer}: {size} tokens do not fit shards of uint16. Use at most {2**16}.")
+    require(size <= 2**16, f"--tokenizer {tokenizer}: {size} tokens do not fit shards of uint16. Use at most {2**16}.")
 
     # 2. Read the documents, and put the tokenizer into the folder.
-    documents = itertools.chain.from_iterable(read_documents(file, field) for file in files)
-    splits = split_documents(tqdm(documents, "reading", unit="doc", disable=None), val_fraction)
+    documents = [*tqdm(reader, "reading", unit="doc", disable=None)]
+    reader.report()
+    splits = split_documents(documents, val_fraction)
     out.mkdir(parents=True, exist_ok=True)
     if bpe:
         (out / TOKENIZER_CONFIG).unlink(missing_ok=True)  # of a tokenizer that was here before
         train_bpe(splits["train"], size, out / TOKENIZER_FILE)
         loaded = load_tokenizer(out / TOKENIZER_FILE)
     elif loaded.name == TOKENIZER_FILE:
-        _copy_tokenizer(loaded.file, out)
+        copy_tokenizer(loaded.file, out)
 
     # 3. Write the tokens of each split.
     with ShardWriter(
@@ -193,16 +143,6 @@ def prepare(
         return writer.close()
 
 
-def _copy_tokenizer(file: Path, out: Path):
-    """Copy a tokenizer and its configuration, if it has one, into a folder. It may be there already."""
-    if file.resolve() == (out / TOKENIZER_FILE).resolve():
-        return
-    shutil.copyfile(file, out / TOKENIZER_FILE)
-    config = file.with_name(TOKENIZER_CONFIG)
-    if config.exists() and config.parent.resolve() != out.resolve():
-        shutil.copyfile(config, out / TOKENIZER_CONFIG)
-
-
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
     """Yield the tokens of documents piece by piece. Each document begins with the end-of-text token."""
     numbered = itertools.chain.from_iterable(enumerate(pieces(text)) for text in texts)
@@ -215,10 +155,11 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
 @exit_on_user_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.text", description="Tokenise text files into shards.")
-    parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="files, or folders of .txt and .jsonl")
+    parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="files, or folders of files")
     parser.add_argument("--tokenizer", required=True, help="gpt2, bpe:SIZE, a file, a data folder, or a model")
     parser.add_argument("--out", required=True, type=Path, help="output folder, without shards yet")
-    parser.add_argument("--field", default="text", help="field of a .jsonl object that holds the text")
+    parser.add_argument("--field", default="text", help="field of a row that holds the text")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out rows without a text, and count them")
     parser.add_argument("--val-fraction", type=float, default=0.05, help="approximate share of val (default 0.05)")
     parser.add_argument("--copy-rows", type=float, metavar="SHARE", help="share of copy rows in train, such as 0.5")
     parser.add_argument("--row-tokens", type=int, default=256, help="tokens in a row, with --copy-rows (default 256)")
@@ -228,6 +169,7 @@ def main(argv: list[str] | None = None) -> None:
         args.out,
         args.tokenizer,
         field=args.field,
+        skip_bad=args.skip_bad,
         val_fraction=args.val_fraction,
         copy_rows=args.copy_rows,
         row_lengths=[(args.row_tokens, None)],

@@ -10,11 +10,10 @@ import tiktoken
 import tokenizers
 
 from data.download import model_file
-from data.shards import TOKENIZER_FILE, read_manifest
-from errors import UserError
+from data.shards import TOKENIZER_CONFIG, TOKENIZER_FILE, read_manifest
+from errors import UserError, require
 
 END_OF_TEXT = "<|endoftext|>"
-TOKENIZER_CONFIG = "tokenizer_config.json"  # beside a model's tokenizer.json
 PIECE_CHARACTERS = 1 << 15
 PIECE = re.compile(rf"(?s).{{1,{PIECE_CHARACTERS}}}(?:\Z|(?<=\S)(?=[ \n]))|.{{1,{PIECE_CHARACTERS}}}")
 
@@ -31,8 +30,7 @@ class Tokenizer:
     def __init__(self, file: Path):
         """Raise ValueError if the file is not a tokenizer, or if it lacks the token before documents."""
         # 1. Load the file, without its model's limits.
-        if not file.is_file():
-            raise UserError(f"{file}: no such tokenizer file. Run this on the machine that has the data.")
+        require(file.is_file(), f"{file}: no such tokenizer file. Run this on the machine that has the data.")
         try:
             self._library = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
@@ -46,8 +44,7 @@ class Tokenizer:
         token = json.loads(config.read_text()).get("bos_token") if config.exists() else None
         self.eot_text = token["content"] if isinstance(token, dict) else token or END_OF_TEXT
         self.eot = self._library.token_to_id(self.eot_text)
-        if self.eot is None:
-            raise UserError(f"{file}: has no token {self.eot_text}. Use another tokenizer.")
+        require(self.eot is not None, f"{file}: has no token {self.eot_text}. Use another tokenizer.")
         self.file = file
         self.vocab_size = max(self._library.get_vocab().values()) + 1
 
@@ -120,8 +117,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # all 256 bytes, so that every text can be encoded
     smallest = len(alphabet) + 1
-    if not smallest <= vocab_size <= 2**16:
-        raise UserError(f"bpe:{vocab_size}: out of range. Use a size from {smallest} to {2**16}.")
+    require(smallest <= vocab_size <= 2**16, f"bpe:{vocab_size}: out of range. Use a size from {smallest} to {2**16}.")
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

@@ -83,7 +83,7 @@ def sample(
     top_k: draw only from the top_k most likely tokens. temperature 0 returns the most likely token. generator: on the
     CPU. The CPU draws the tokens, so a seed draws the same numbers on every device.
     """
-    if temperature == 0:
+    if temperature < 1e-300:  # logits divided by less would not be finite
         return logits.argmax(dim=-1)
     vocabulary = logits.shape[-1]
     likely, tokens = logits.double().cpu().topk(min(top_k or vocabulary, vocabulary), dim=-1)  # descending

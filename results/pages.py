@@ -24,6 +24,8 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     stderr NAME [- NAME]             standard error over seeds of one of these numbers, or of their difference
     seeds NAME [- NAME]              its number of seeds
     p PLACE TITLE MEASURE SERIES     p-value after Holm's correction, of a section of PLACE/tables.md; its format is "p"
+    p PLACE all TITLE ...            the same after one correction over all tests of the study
+    p PLACE welch MEASURE SERIES     the same as of section "differences", but with a variance for each method
     paper TABLE LENGTH SERIES        a number of the paper
 
 PLACE is a preset, a key of CHANGES, or NAMED. SERIES is a label of scripts.shared.looks.series_label, with the words of
@@ -37,7 +39,7 @@ from pathlib import Path
 from configs.sweeps import SI
 from errors import require
 from files import replace_text
-from scripts.reproduce.comparisons import differences, format_p
+from scripts.reproduce.comparisons import differences, format_p, holm
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets, read_losses, trained_methods
 from scripts.shared.looks import series_label
@@ -103,17 +105,23 @@ def measures() -> dict:
 def p_values() -> dict:
     """Return the p-values of the comparisons in tables.md, by name."""
     found = {}
-    for place in ("mini", "prose"):
+    for place, title in (("mini", "differences"), ("prose", "differences"), ("mini", "welch")):
         study = open_study("table_losses", "mini", place)
         losses, lengths = read_losses(study)
-        for row in differences(losses, SI, lengths, trained_methods(study)):
-            found[f"p {place} differences loss {row['length']} {row['series']}"] = row["p_holm"]
+        # Without the variance of any series, there is no common variance, and each test is Welch's.
+        left_out = trained_methods(study) if title == "differences" else {series for series, _ in losses}
+        for row in differences(losses, SI, lengths, left_out):
+            found[f"p {place} {title} loss {row['length']} {row['series']}"] = row["p_holm"]
     for module in studies():
+        uncorrected = {}  # of all tests of the study
         for item, tests in module.TESTS.items():
             for paired in tests(open_study(item, module.SCALE, module.SCALE)):
                 for row in paired.rows():
                     measure = re.sub(r", (\d*).*", r" \1", row["measure"]).strip()  # loss 4096, time to copy
-                    found[f"p {module.SCALE} {paired.title.lower()} {measure} {row['rival']}"] = row["p_holm"]
+                    name = f"{paired.title.lower()} {measure} {row['rival']}"
+                    found[f"p {module.SCALE} {name}"] = row["p_holm"]
+                    uncorrected[f"p {module.SCALE} all {name}"] = row["p"]
+        found |= zip(uncorrected, holm([*uncorrected.values()]))
     return found
 
 

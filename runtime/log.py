@@ -14,7 +14,7 @@ import torch
 
 from configs.config import Config
 from data.copy_rows import schedule_problem
-from data.shards import read_manifest
+from data.shards import TOKENIZER_FILE, copy_tokenizer, read_manifest
 from files import replace_text
 from model.attention.plan import Plan
 from model.gpt import GPT
@@ -104,6 +104,8 @@ class RunLog:
         device = device_name(self.world.device)
         folder.write_json("config.json", vars(config))
         folder.write_json("data.json", data)
+        if data["tokenizer"] != "gpt2":  # so that the run can write text without its data
+            copy_tokenizer(Path(config.data_dir) / TOKENIZER_FILE, folder.path)
         folder.log(f"python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}")
         folder.log(f"device: {device}")
         folder.log(f"commit: {git_commit(ROOT) or 'unknown'}")

@@ -29,6 +29,7 @@ from runtime.build import Text, calibration_tokens, config_of
 from runtime.checkpoint import Progress, latest_checkpoint, load_checkpoint, load_newest, load_weights, save_checkpoint
 from runtime.device import rng_state, set_rng_state
 from runtime.log import RunLog, num_parameters
+from runtime.metrics import numbers
 from runtime.processes import World, describe_failure
 from runtime.replicas import require_same_parameters
 from runtime.run_folder import make_folder
@@ -209,7 +210,10 @@ class Run:
             if not all(map(math.isfinite, validation["val_loss"].values())):
                 self._refuse("the validation loss after the last update is not finite")
             if self.folder is not None:
-                self.folder.write_json("summary.json", self._summary(validation))
+                summary = self._summary(validation)
+                self.folder.write_json("summary.json", summary)
+                for pair in numbers(summary).items():
+                    self.log.print("{}: {}".format(*pair))
                 self.log.print(f"finished: the results are in {self.path / 'summary.json'}")
         self.log.close()
 

@@ -17,6 +17,7 @@ class RunFolder:
 
     config.json    configuration, with all fields
     data.json      fingerprints of training and validation text, tokenizer, training tokens (all, distinct)
+    tokenizer.json copy of the tokenizer, which gpt2 does not need
     log.txt        versions, commit, source code of train_gpt.py, model/ and optim/, and all lines that the run printed
     metrics.jsonl  one record a line (runtime/metrics.py)
     summary.json   results; written last, so its presence marks a finished run

@@ -9,7 +9,6 @@ validates again. A run writes its files to runs/continued/NAME/, and the trained
 """
 
 import dataclasses
-import shutil
 import sys
 from pathlib import Path
 
@@ -18,8 +17,7 @@ import torch
 from configs.command_line import read_fields
 from configs.config import RATE, Config, setting
 from data.download import model_file
-from data.shards import TOKENIZER_FILE, sha256_of, tokenizer_of
-from data.tokenizer import TOKENIZER_CONFIG
+from data.shards import TOKENIZER_FILE, copy_tokenizer, sha256_of, tokenizer_of
 from errors import exit_on_user_error, require
 from measure.flops import training_flops_per_token
 from measure.validation import Validation
@@ -165,9 +163,7 @@ def build_model(config: Settings, world: World) -> WithLoss:
 def write_model(model: WithLoss, config: Settings, folder: Path):
     """Write the model, its code and its tokenizer to a folder that transformers and load_model read."""
     save_model(model.model, folder)
-    for name in (TOKENIZER_FILE, TOKENIZER_CONFIG):
-        if (file := Path(config.data_dir) / name).exists():
-            shutil.copyfile(file, folder / name)
+    copy_tokenizer(Path(config.data_dir) / TOKENIZER_FILE, folder)
 
 
 if __name__ == "__main__":

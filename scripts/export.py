@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 
 from data.download import model_file
-from data.shards import TOKENIZER_FILE, sha256_of
+from data.shards import TOKENIZER_FILE
 from data.tokenizer import Tokenizer
 from errors import exit_on_user_error, require
 from runtime.checkpoint import latest_checkpoint
 from scripts.hf.load import import_transformers
 from scripts.hf.modules import ROOT, export_modules
 from scripts.shared.arguments import Parser
-from scripts.shared.runs import StoredRun, load_run, read_run
+from scripts.shared.runs import StoredRun, load_run, read_run, tokenizer_file
 from scripts.shared.tables import loss_table
 
 GPT2 = "openai-community/gpt2"  # on the hub
@@ -104,11 +104,9 @@ def export(folder: Path, out: Path) -> int:
 
 def load_tokenizer(run: StoredRun):
     """Return the tokenizer of a run as an object of transformers. Raise ValueError if its file has changed."""
-    if run.data.get("tokenizer") == "gpt2":
+    file = tokenizer_file(run)
+    if file == "gpt2":
         file = model_file(GPT2, TOKENIZER_FILE)
-    else:
-        file = Path(run.config.data_dir) / TOKENIZER_FILE
-        require(sha256_of(file) == run.data.get("tokenizer"), f"{file} is not the tokenizer of {run.path}. Restore it.")
     token = Tokenizer(file).eot_text
     fast = import_transformers().PreTrainedTokenizerFast
     return fast(tokenizer_file=str(file), bos_token=token, eos_token=token, pad_token=token)

@@ -18,7 +18,7 @@ from configs.runs import Run
 from data.python_source import prepare_taught
 from data.shards import read_manifest
 from errors import exit_on_user_error, require
-from files import replace_text
+from files import check_object, replace_text
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.shared.arguments import Parser, field_changes
 from scripts.shared.looks import plot_styles
@@ -75,8 +75,8 @@ def make_data(folder: Path) -> float:
         print("making shards: finding documents, training a tokenizer, encoding", flush=True)
         prepare_taught(folder)
     copy_rows = read_manifest(folder).get("copy_rows")
-    require(copy_rows, f"{folder} holds text without copy rows. Delete it, or name another --data_dir.")
-    return copy_rows["share"]
+    remedy = "Delete the folder, or name another --data_dir."
+    return check_object(copy_rows, f"{folder}: copy_rows", remedy, share=float)["share"]
 
 
 def train_all(runs: dict, runs_dir: Path) -> dict:

@@ -32,6 +32,8 @@ MANIFESTS = {  # the message: the manifest
     "tokenizer": lambda m: m.pop("tokenizer"),
     "vocab_size": lambda m: m.update(vocab_size=True),
     "files": lambda m: m.update(files=[]),
+    "letters_train_000001.bin": lambda m: m.update(vocab_size=9),  # fewer than in the shard
+    "copy_rows": lambda m: m.update(copy_rows=5),
     "letters_val_000000.bin": lambda m: m["files"].update({"letters_val_000000.bin": 5}),
 }
 
@@ -50,10 +52,11 @@ def test_a_manifest_of_the_wrong_shape_is_named_with_its_field(named, folder, ca
     assert not (folder / "new").exists()
 
 
-@pytest.mark.parametrize("content", ["5", '"x"', "[]", "null", "{", "\udcff", "[" * 100_000])
-def test_a_manifest_that_is_no_object_is_named(content, folder, capsys):
+@pytest.mark.parametrize("content", ["5", '"x"', "[]", "null", "{", '{"dataset": "mine"}', "\udcff", "[" * 100_000])
+def test_a_manifest_of_another_program_is_named(content, folder, capsys):
     (folder / "data/manifest.json").write_text(content, errors="surrogateescape")
-    fails(capsys, "manifest.json", shards.main, "verify", folder / "data")
+    for command in "verify", "describe":
+        fails(capsys, "manifest.json", shards.main, command, folder / "data")
 
 
 @pytest.mark.parametrize("line", ["5", '"x"', "{}", '{"step": "1"}', "{"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import exit_code, fails, names, python, read_json, refuses, succeeds, table, write_files
 from numpy.testing import assert_array_equal
+from tokenizers import Tokenizer, models
 
 from data.loader import TrainLoader, check_validation
 from data.shard_writer import ShardWriter
@@ -250,15 +251,43 @@ def test_damage_is_found_and_named(tmp_path, capsys, faults, kind):
         assert kind in UNSEEN or not opens(tmp_path)
 
 
-def test_shards_of_another_program_are_described_once(tmp_path):
+@table("largest, tokenizer, vocab_size", """
+    50256 |                  | 50257
+    50257 |                  |
+    299   |                  |
+    299   | tokens           | 300
+    300   | tokens           |
+    299   | not a tokenizer  |
+""")
+def test_shards_of_another_program_are_described_or_refused(tmp_path, capsys, largest, tokenizer, vocab_size):
+    for name in "x_train.bin", "x_val_000000.bin":  # one as llm.c writes it
+        write_raw(tmp_path / name, [0, int(largest)])
+    if tokenizer:
+        library = Tokenizer(models.WordLevel({str(i): i for i in range(300)}))
+        write_files(tmp_path, {"tokenizer.json": library.to_str() if tokenizer == "tokens" else tokenizer})
+    if vocab_size:
+        succeeds(main, "describe", tmp_path)
+        assert read_json(tmp_path / "manifest.json")["vocab_size"] == int(vocab_size)
+        assert open_split(tmp_path, "train", int(vocab_size)).read(0, 2).tolist() == [0, int(largest)]
+    fails(capsys, tmp_path, main, "describe", tmp_path)  # only once
+    assert (tmp_path / "manifest.json").exists() == bool(vocab_size)
+
+
+def test_files_that_resemble_shards_are_left_alone(tmp_path):
     write_dataset(tmp_path)
-    manifest = tmp_path / "manifest.json"
-    made, expected = manifest.read_bytes(), open_split(tmp_path, "train", VOCAB).fingerprint()
-    for argv in ["describe", tmp_path], ["describe", tmp_path / "nowhere"], ["verify", tmp_path / "nowhere"]:
-        assert exit_code(main, argv) == 2 and manifest.read_bytes() == made
-    manifest.unlink()
-    succeeds(main, "describe", tmp_path)
+    expected = open_split(tmp_path, "train", VOCAB).fingerprint()
+    write_files(tmp_path, dict.fromkeys(["x_train_000001 (1).bin", "x_train_000009.bin~", "weights.bin"], "stray"))
+    (tmp_path / "x_train_000009.bin").mkdir()
+    succeeds(main, "verify", tmp_path)
     assert open_split(tmp_path, "train", VOCAB).fingerprint() == expected
+
+
+def test_a_folder_without_shards_of_a_split_is_told_their_names(tmp_path, capsys):
+    for name in "train.bin", "x_val_000000.bin":
+        write_raw(tmp_path / name, [1])
+    fails(capsys, "x_train_000001.bin", main, "describe", tmp_path)
+    with refuses("x_train_000001.bin"):
+        open_split(tmp_path, "train", VOCAB)
 
 
 @BAD_DATA

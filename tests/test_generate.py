@@ -45,6 +45,8 @@ def say(run, capfd):
     (dict(top_k=2), LOGITS.where(LOGITS >= 1, -torch.inf).softmax(0)),
     (dict(temperature=0.0), torch.eye(5)[3]),
     (dict(temperature=1e-6), torch.eye(5)[3]),
+    (dict(temperature=1e-310), torch.eye(5)[3]),
+    (dict(temperature=1e-299), torch.eye(5)[3]),
 ], ids=str)
 def test_draws_follow_the_softmax(options, expected):
     """Shares must be within 5 standard errors."""
@@ -96,11 +98,19 @@ def test_wrong_values_are_refused_in_one_line(run, capsys, option, value):
     fails(capsys, option, generate.main, run, "abc", "--device", "cpu", f"--{option}", value)
 
 
-def test_the_tokenizer_must_be_the_one_of_the_run(run, tmp_path):
+@pytest.mark.parametrize("prompt", ["caf\udce9", "\ud83d"])
+def test_a_prompt_that_is_not_utf8_is_refused(run, capsys, prompt):
+    fails(capsys, "prompt", generate.main, run, prompt, "--device", "cpu")
+
+
+def test_the_tokenizer_is_the_one_of_the_run_in_its_folder_or_in_its_data(run, tmp_path):
     stored = generate.read_run(run)
-    assert generate.tokenizer_of_run(stored).vocab_size == 384
-    moved = dataclasses.replace(stored.config, data_dir=str(tmp_path))
-    other = dict(tokenizer="0" * 64)
-    for changed in (dataclasses.replace(stored, data=other), dataclasses.replace(stored, config=moved)):
+    away = dataclasses.replace(stored, config=dataclasses.replace(stored.config, data_dir=str(tmp_path)))
+    older = dataclasses.replace(stored, path=tmp_path)  # without a tokenizer in its folder
+    for found in stored, away, older:
+        assert generate.tokenizer_of_run(found).vocab_size == 384
+    for data in dict(tokenizer="0" * 64), {}:
         with refuses("tokenizer"):
-            generate.tokenizer_of_run(changed)
+            generate.tokenizer_of_run(dataclasses.replace(stored, data=data))
+    with refuses("tokenizer"):
+        generate.tokenizer_of_run(dataclasses.replace(away, path=tmp_path))

@@ -23,6 +23,11 @@ TEXT = "\n".join(PAGES.values())
 COMMANDS = sorted(set(re.findall(r"^    ((?:python|torchrun|bash) .*?)(?:  +#.*)?$", TEXT, re.MULTILINE)))
 
 
+def test_the_pages_are_short():
+    assert README.count("\n") <= 130
+    assert sum(len(PAGES[name].split()) for name in DOCS) <= 5_000
+
+
 def tracked_files():
     text = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
     return [name for name in text.splitlines() if (ROOT / name).is_file()]

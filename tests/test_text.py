@@ -1,8 +1,11 @@
 """data.text and data.tokenizer: which documents become which tokens, on real tokenizers trained here."""
 
 import gzip
+import io
 import json
+import os
 import shutil
+import sys
 from functools import partial
 
 import numpy as np
@@ -11,11 +14,14 @@ import tiktoken
 from commands import exit_code, fails, refuses, succeeds, table, write_files
 from tokenizers import Tokenizer, models
 
+from data.documents import REPLACED, DocumentReader
 from data.shards import open_split, tokenizer_of
 from data.text import main, prepare
 from data.tokenizer import END_OF_TEXT, PIECE_CHARACTERS, load_tokenizer
 
 WORDS = "shore,lamp,winter,of,the,a,quiet,caf\u00e9,\u4e2d\u6587,42,reads.,\n\n".split(",")
+LONG = "of" * 1000  # 2 replaced bytes are accepted
+KINDS = ".txt .TXT .jsonl .JSONL .ndjson .txt.gz .TXT.GZ .json.gz .jsonl.GZ .txt.zst .json.ZST .parquet .Parquet"
 SPECIAL = "shore,it's,  ,\n\n,caf\u00e9 , \u4e2d\u6587,42,\t,\u00a0, \r\n,..., ".split(",")
 
 
@@ -110,25 +116,87 @@ def test_tokenizer_is_trained_on_the_train_split_only(folder, tmp_path, out):
     assert (out / "tokenizer.json").read_text() == (folder / "out" / "tokenizer.json").read_text()
 
 
-def test_strange_bytes_and_empty_documents(tmp_path, out):
+def read(*inputs, **options):
+    reader = DocumentReader(inputs, **options)
+    return sorted(reader), reader
+
+
+def test_strange_bytes_and_empty_documents(tmp_path):
     strange = b"caf\xe9 \xff\nEOT\n \nEOT\nEOT\n".replace(b"EOT", END_OF_TEXT.encode())
     crlf = f"\ufeffone\r\n{END_OF_TEXT}\r\ntrue \ufffd\r\n"
-    write_files(tmp_path, {"bytes.txt": strange, "empty.txt": "", "crlf.txt": crlf})
-    numbers = [f"n {i}" for i in range(20)]
-    write_lines(tmp_path / "a.jsonl", ["", "half \ud83d pair", *numbers])
-    prepare([tmp_path], out, "bpe:300", val_fraction=0.3)
-    assert_documents(out, ["caf\ufffd \ufffd", "one", "true \ufffd", "half ? pair", *numbers])
+    write_files(tmp_path, {"bytes.txt": LONG.encode() + strange, "empty.txt": "", "crlf.txt": crlf})
+    write_lines(tmp_path / "a.jsonl", ["", "half \ud83d pair", LONG])
+    documents, reader = read(tmp_path)
+    assert documents == sorted([f"{LONG}caf\ufffd \ufffd", "one", "true \ufffd", "half ? pair", LONG])
+    assert reader.counts[REPLACED] == {tmp_path / "bytes.txt": 2, tmp_path / "a.jsonl": 1} and not reader.not_utf8
 
 
-def test_named_files_and_field(tmp_path, out):
-    texts = [f"line {i}" for i in range(20)]
-    write_lines(tmp_path / "lines.json", texts, "body")
-    lines = gzip.compress((tmp_path / "lines.json").read_bytes())
-    folder = {"in/found.txt": "found", "in/sub/packed.txt.gz": gzip.compress(b"packed"), "in/no.md": "no"}
-    write_files(tmp_path, folder | {"note.md": "a note", "lines.json.gz": lines})
-    inputs = [tmp_path / name for name in ("in", "note.md", "lines.json.gz")]
-    succeeds(main, *inputs, *f"--field body --val-fraction 0.3 --tokenizer bpe:300 --out {out}".split())
-    assert_documents(out, ["found", "packed", "a note", *texts])
+def pack(text, kind):
+    """Return the content of a file of this kind, such as ".json.gz". A compressed one has two members."""
+    if kind == ".parquet":
+        parquet, sink = pytest.importorskip("pyarrow.parquet"), io.BytesIO()
+        parquet.write_table(pytest.importorskip("pyarrow").table({"body": [text]}), sink)
+        return sink.getvalue()
+    if ".txt" not in kind:
+        text = json.dumps({"url": "x", "body": text}) + "\n"
+    if kind.endswith(".gz"):
+        compress = gzip.compress
+    elif kind.endswith(".zst"):
+        compress = partial(pytest.importorskip("pyarrow").compress, codec="zstd", asbytes=True)
+    else:
+        compress = bytes  # as it is
+    return compress(text[:9].encode()) + compress(text[9:].encode())
+
+
+@pytest.mark.parametrize("kind", KINDS.split())
+def test_every_kind_of_file_is_read_in_a_folder_and_by_name(tmp_path, kind):
+    content, path = pack("some text", kind.lower()), tmp_path / f"c4-train.00000{kind}"
+    path.write_bytes(content)
+    for place in tmp_path, path:
+        documents, reader = read(place, field="body")
+        assert documents == ["some text"] and reader.counts == {"documents": {kind.lower(): 1}, REPLACED: {}}
+    if kind.lower().endswith(("gz", "zst", "parquet")):
+        path.write_bytes(content[:-4])
+        with refuses(kind):
+            read(path)
+
+
+def test_what_a_folder_leaves_out_is_counted(tmp_path, capsys, monkeypatch):
+    write_files(tmp_path, dict.fromkeys(["a.md", "b.md", "c.json", "d.txt.xz", "in/e.txt", "README"], "x"))
+    (tmp_path / "linked").symlink_to(tmp_path / "in")
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "locked")
+    documents, reader = read(tmp_path)
+    assert documents == ["x"]
+    assert reader.counts["left out"] == {".md": 2, ".json": 1, ".xz": 1, "": 1, "linked or locked folders": 2}
+    reader.report()
+    assert "2 .md" in capsys.readouterr().out
+
+
+def test_rows_without_a_text_are_refused_or_counted(tmp_path):
+    rows = ["1", "null", "{", '{"text": null}', '{"text": 5}', '{"body": "x"}', "", '{"text": "fine"}']
+    write_files(tmp_path, {"a.jsonl": "\n".join(rows)})
+    (tmp_path / "b.parquet").write_bytes(pack("row", ".parquet"))  # in another field
+    for path in tmp_path.iterdir():
+        with refuses(rf"{path.name}: line 1:", "--skip-bad"):
+            read(path)
+    documents, reader = read(tmp_path, skip_bad=True)
+    assert documents == ["fine"] and reader.counts["bad rows"] == {tmp_path / "a.jsonl": 6, tmp_path / "b.parquet": 1}
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    for name in write_files(tmp_path, {"a.txt.zst": "x", "b.parquet": "x"}).iterdir():
+        with refuses(name.name, "pip install pyarrow"):
+            read(name)
+
+
+def test_named_files_and_options(tmp_path, out):
+    write_lines(tmp_path / "lines.json", map(str, range(20)), "body")
+    write_files(tmp_path, {"in/sub/found.txt": "found", "note.md": "a note", "bad.json": "null"})
+    inputs = [tmp_path / name for name in ("in", "note.md", "lines.json", "bad.json")]
+    succeeds(main, *inputs, *f"--field body --skip-bad --val-fraction 0.3 --tokenizer bpe:300 --out {out}".split())
+    assert_documents(out, ["found", "a note", *map(str, range(20))])
 
 
 @pytest.mark.parametrize("count, fraction", [(1, 0.05), (1, 0.9), (3, 0.05)])
@@ -217,7 +285,12 @@ def bad(folder):
         "a.jsonl": '{"text": "fine"}\n{"text": "cut\n',
         "deep.jsonl": '{"text": "fine"}\n' + "[" * 200_000,
         "a.parquet": b"PAR1\0\0",
-        "cut.txt.gz": gzip.compress(b"some text")[:-9],
+        "utf16.txt": "text".encode("utf-16"),
+        "latin1.txt": "\u00e9t\u00e9 \u00e0 la mer".encode("latin-1"),
+        "gbk.jsonl": '{"text": "\u4e2d\u6587"}'.encode("gbk"),
+        "rows.txt": '{"url": 1, "text": "prose?"}',
+        "crc.txt.gz": gzip.compress(b"some text")[:-8] + bytes(8),
+        "not.txt.gz": b"some text",
     })
 
 
@@ -236,7 +309,12 @@ def bad(folder):
     bad/a.jsonl    |                             | a.jsonl: line 2:
     bad/deep.jsonl |                             | deep.jsonl: line 2:
     bad/a.parquet  |                             | a.parquet
-    bad/cut.txt.gz |                             | cut.txt.gz
+    bad/utf16.txt  |                             | utf16.txt
+    bad/latin1.txt |                             | latin1.txt
+    bad/gbk.jsonl  |                             | gbk.jsonl
+    bad/rows.txt   |                             | rows.txt
+    bad/crc.txt.gz |                             | crc.txt.gz
+    bad/not.txt.gz |                             | not.txt.gz
     in             | --out {bad}/../out          | bad/../out
 """)
 def test_mistakes_are_one_line_and_write_nothing(folder, bad, out, capsys, text, arguments, named):

@@ -10,6 +10,7 @@ from attention_cases import random
 from numpy.polynomial.hermite_e import hermegauss
 from scipy import stats
 
+from model.methods.scale_invariant import main
 from scripts.reproduce import theory
 
 
@@ -91,3 +92,11 @@ def test_lemmas_hold_to_rounding(tau):
         logits = a * z + m
         for values in (np.exp(logits), logits * np.exp(logits)):
             assert weights @ values == pytest.approx(math.exp(0.5) / (t / tau + 1), rel=1e-10)
+
+
+def test_the_printed_decades_are_the_papers_claim(capsys):
+    """A share is a sum of 1 / (10 + t), because exp(m_t + a_t^2 / 2) is e^0.5 / (1 + t/10)."""
+    main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rows[1] == ["10", "1.545", "-1.386", "18.6%", "0.09%"]
+    assert [row[3] for row in rows] == ["6.7%", "18.6%", "24.0%", "24.8%", "24.9%"]

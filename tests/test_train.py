@@ -173,6 +173,7 @@ def test_files_of_a_run(finished, data):
     log = (finished / "log.txt").read_text()
     for source in "train_gpt.py model/gpt.py model/methods/scale_invariant.py optim/muon.py".split():
         assert (ROOT / source).read_text() in log
+    assert f"\nval_loss/64: {read_json(finished / 'summary.json')['val_loss']['64']}\n" in log
     parts = "progress config model optimizers fingerprint tokenizer".split()
     assert [*newest_state(finished)] == parts
 

@@ -110,11 +110,11 @@ def main():
     t = torch.arange(100_000, dtype=torch.float64)
     a, m = solution(t, TAU)
     attention = torch.exp(m + a**2 / 2)  # E[exp(a_t S + m_t)]
-    print("distance t      a_t       m_t    share from t to 10 t    of a softmax of S")
+    print("distance t      a_t       m_t    share from t to 10 t    without a_t and m_t")
     for start in (1, 10, 100, 1000, 10_000):
         decade = slice(start, 10 * start)
         share, plain = attention[decade].sum() / attention.sum(), 9 * start / len(t)
-        print(f"{start:10,}  {a[start]:7.3f}  {m[start]:8.3f}  {share:21.1%}  {plain:20.2%}")
+        print(f"{start:10,}  {a[start]:7.3f}  {m[start]:8.3f}  {share:21.1%}  {plain:21.2%}")
 
 
 if __name__ == "__main__":

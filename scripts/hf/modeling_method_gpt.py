@@ -3,9 +3,11 @@
 An exported folder holds this file and all modules that it imports from the repository, side by side (modules.py).
 
 The cache is transformers' DynamicCache, so beam search, sampling and assisted decoding work as in other models. It
-holds unrotated keys, and the layer's input if the method needs it. NTK, YaRN and LogN's constant form depend on the
-length of the whole sequence, target_length. So every call rotates all keys for this length.
+holds keys, and the layer's input if the method needs it. The angles of NTK and YaRN depend on the length of the whole
+sequence, target_length. So their cache holds unrotated keys, and every call rotates all of them.
 """
+
+import functools
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -16,7 +18,7 @@ from transformers.utils import can_return_tuple
 
 from errors import require
 from model.attention.attend import rotate
-from model.attention.plan import LayerPlan
+from model.attention.plan import MAX_LENGTH, LayerPlan, Plan
 from model.gpt import GPT, norm
 from model.methods.base import Method
 from model.tensors import linear
@@ -55,6 +57,7 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
         """Build the model. Raise ValueError for an unknown attention method or option."""
         super().__init__(config)
         self.gpt = GPT(config)
+        self.step_plans = {}  # at most one
         self.post_init()
 
     def _init_weights(self, module):
@@ -85,8 +88,10 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
             cache = DynamicCache()
         count, first = input_ids.shape[1], 0 if cache is None else cache.get_seq_length()
         x = gpt.embed(input_ids)
-        backend = "blocks" if count == 1 else "auto"
-        plan = gpt.plan(first + count, queries=count, target_length=target_length, backend=backend)
+        if count == 1 and target_length is not None:
+            plan = self.step_plan(target_length).up_to(first + 1)
+        else:
+            plan = gpt.plan(first + count, queries=count, target_length=target_length)
         for layer, block in enumerate(gpt.blocks):
             layer_plan = plan.for_layer(layer)
             layer_cache = None if cache is None else LayerCache(cache, layer, block.attention.method, layer_plan)
@@ -95,6 +100,13 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
         logits = linear(norm(x)[:, positions], gpt.head).float()
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def step_plan(self, target_length: int) -> Plan:
+        """Return the plan of a single query after up to target_length keys. All steps of `generate` share it."""
+        key = target_length, self.gpt.dtype, self.gpt.head.device
+        if key not in self.step_plans:
+            self.step_plans = {key: self.gpt.plan(target_length, queries=1, backend="blocks")}
+        return self.step_plans[key]
 
     def generate(self, inputs: Tensor | None = None, generation_config=None, **kwargs):
         """Generate with the interface of transformers. target_length: see forward. By default it counts the prompt and
@@ -108,20 +120,36 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
         return super().generate(inputs, generation_config, **kwargs)
 
 
+@functools.cache
+def keeps_unrotated(method: Method) -> bool:
+    """Return True if a method's cache must have unrotated keys."""
+    if method.rotation is None or method.replacement is not None:
+        return method.replacement is not None
+    (one, _), (other, _) = (method.rotation.frequencies(length) for length in (1, MAX_LENGTH))
+    return not torch.equal(one, other)
+
+
 class LayerCache:
-    """Keeps unrotated keys, values and features of one layer in transformers' cache."""
+    """Keeps keys, values and features of one layer in transformers' cache."""
 
     def __init__(self, cache: DynamicCache, layer: int, method: Method, plan: LayerPlan):
         self.cache, self.layer, self.method, self.plan = cache, layer, method, plan
 
     def append(self, rotated_k: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple:
-        """Add new tokens, (B, H, T, ...), and return the same of all tokens so far, with all keys rotated anew."""
+        """Add new tokens, (B, H, T, ...), and return the same of all tokens so far.
+
+        If the cache has rotated keys, both keys are these.
+        """
+        unrotated = keeps_unrotated(self.method)
+        if not unrotated:
+            k = rotated_k
         width, dtype = k.shape[3], k.dtype
         if features is not None:  # behind the keys, in one tensor
             k = torch.cat([k, features.reshape(*features.shape[:3], -1)], dim=3)
         k, v = self.cache.update(k, v, self.layer)
         if features is not None:
             features = k[..., width:].reshape(*k.shape[:3], *features.shape[3:])
-        k = k[..., :width].to(dtype)
-        _, rotated_k = rotate(self.method, k, k, self.plan)
+        rotated_k = k = k[..., :width].to(dtype)
+        if unrotated:
+            _, rotated_k = rotate(self.method, k, k, self.plan)
         return rotated_k.to(dtype), k, v, features

@@ -31,7 +31,7 @@ from scripts.keep import make_line, write_lines
 from scripts.record import tracks
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.shared.arguments import Parser
-from scripts.shared.looks import plot_styles, series_name
+from scripts.shared.looks import LOOK, series_name
 from scripts.shared.runs import StoredRun, read_run, read_runs
 from scripts.shared.tables import markdown_table
 from scripts.sweep.__main__ import STARTING, find_states, print_plan
@@ -41,6 +41,9 @@ MACHINE = ("data_dir", "device", "compile", "attention_backend", "micro_batch_to
 HEADS = ["method", "date", "score", "loss 16x", "copy 4x", "loss 1x", "parameters", "FLOPs", "seconds", "p", "notes"]
 NUMBERS = ("score", "loss_16x", "copy_4x", "loss_1x", "parameters", "flops")
 MARK = "<!-- The board. `python -m scripts.record table` writes all lines below. -->\n"
+# Colour, line and marker of a seed's score, and of the mean score by kind of record.
+MARKS = {"a seed": ("0.5", "", "|")}
+MARKS |= {"record": ("#D55E00", "", "*"), "gate passed": ("k", "", "o"), "gate not passed": ("k", "", "x")}
 
 
 @exit_on_user_error()
@@ -116,7 +119,9 @@ def run(args: argparse.Namespace, track: str):
         print(f"{stored.path.name}: " + ", ".join(f"{key} {value:.3f}" for key, value in score_of(stored).items()))
     own = tracks.make_records(tracks.TRACKS[track], stored_runs, date=str(datetime.date.today()))[:1]
     require(own, f"The board needs the seeds {tracks.SEEDS}. Train them all.")
-    print(record_table(tracks.standing(track, own, read_runs(args.runs_dir))))
+    print(record_table(tracks.standing(track, own, read_runs(args.runs_dir))))  # adds p to the record
+    for pair in own[0].items():
+        print(*pair, sep=": ")
 
 
 def make(args: argparse.Namespace, track: str):
@@ -184,32 +189,38 @@ def train_again(args: argparse.Namespace, track: str, entry: dict):
 def table(args: argparse.Namespace, track: str):
     """Write tables and figure below the rules in results/records/README.md."""
     page = tracks.RESULTS / "records/README.md"
-    text, panels = f"{page.read_text().partition(MARK)[0]}{MARK}\n![Score by date](board.png)\n", []
+    text, grid = f"{page.read_text().partition(MARK)[0]}{MARK}\n![Scores: means and seeds](board.png)\n", []
     for name in tracks.TRACKS:
         records = tracks.standing(name)
-        shown = [record for record in records if record["wins"] or record["passes"] and not record["date"]]
-        others = [record for record in records if record not in shown]
-        text += f"\n### Track {name}\n\n{record_table(shown) if shown else 'Open: no runs yet.'}\n"
-        if others:
-            text += f"\nNegative results and disproofs:\n\n{record_table(others)}\n"
-        if shown:
-            looks = plot_styles(record["name"] for record in shown)
-            lines = [Line(looks[r["name"]], [r["date"] or "baselines"], [r["score"]]) for r in shown]
-            panels.append(Panel(f"track {name}", lines))
-    draw_panels(page.with_name("board"), [panels], x="", y="score, nats a token", height=3.4)
+        text += f"\n### Track {name}\n\n{record_table(records) if records else 'Open: no runs yet.'}\n"
+        if records:
+            grid.append([Panel(f"track {name}", board_lines(records))])
+    draw_panels(page.with_name("board"), grid, x="score, nats a token (lower is better)", y="", height=5)
     replace_text(page, text)
 
 
+def board_lines(records: list[dict]) -> list[Line]:
+    """Return the marks of the board: a row for each record, the lowest score on top."""
+    lines = []
+    for record in sorted(records, key=lambda record: record["score"], reverse=True):
+        kind = "record" if record["wins"] else "gate passed" if record["passes"] else "gate not passed"
+        seeds = [score["score"] for score in record["scores"].values()]
+        for label, scores in {"a seed": seeds, kind: [record["score"]]}.items():
+            look = dict(zip(LOOK, MARKS[label])) | {"label": label, "markersize": 6}
+            lines.append(Line(look, scores, [series_name(record["name"])] * len(scores)))
+    return lines
+
+
 def record_table(records: list[dict]) -> str:
-    """Return a table with the lowest score first. p: against the record in brackets."""
-    rows = [HEADS]
+    """Return a table with the lowest score first, and the records that p compares with."""
+    rows, rivals = [HEADS], {record["against"] for record in records if record["against"]}
     for record in sorted(records, key=lambda record: record["score"]):
         numbers = [f"{record[key]:.3f}" for key in NUMBERS]
-        p = f"{record['p']:.2g} ({series_name(record['against'])})" if record["against"] else ""
+        p = f"{record['p']:.2g}" if record["against"] else ""
         notes = {"record": record["wins"], "knows n": record["knows_n"], "gate not passed": not record["passes"]}
         shown = ", ".join(note for note, holds in notes.items() if holds)
         rows.append([series_name(record["name"]), record["date"], *numbers, str(record["seconds"]), p, shown])
-    return markdown_table(rows)
+    return f"{markdown_table(rows)}\n\np: against {'; '.join(sorted(map(series_name, rivals)))}."
 
 
 COMMANDS = {"run": run, "make": make, "check": check, "table": table}

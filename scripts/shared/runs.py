@@ -13,7 +13,7 @@ import torch
 
 from configs.config import Config, config_hash
 from configs.presets import preset
-from data.shards import TokenStream, open_split, tokenizer_of
+from data.shards import TOKENIZER_FILE, TokenStream, open_split, sha256_of, tokenizer_of
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import UserError, require
 from model.gpt import GPT
@@ -231,10 +231,21 @@ def check_tokenizer(run: StoredRun, data: Path):
     require(trained and trained == found, f"{problem}. Make the text with --tokenizer {run.config.data_dir}.")
 
 
+def tokenizer_file(run: StoredRun) -> str | Path:
+    """Return "gpt2", or the tokenizer.json of the run's own folder or of its data folder.
+
+    Raise ValueError if neither has the tokenizer of the run.
+    """
+    trained = run.data.get("tokenizer")
+    if trained == "gpt2":
+        return trained
+    files = [folder / TOKENIZER_FILE for folder in (run.path, Path(run.config.data_dir))]
+    for file in files:
+        if trained and sha256_of(file) == trained:
+            return file
+    raise UserError(f"neither {files[0]} nor {files[1]} is the tokenizer of the run. Restore one.")
+
+
 def tokenizer_of_run(run: StoredRun) -> Tokenizer:
-    """Return the tokenizer of a run. Raise ValueError if the run's data folder has another tokenizer now."""
-    if run.data.get("tokenizer") == "gpt2":
-        return load_tokenizer("gpt2")
-    data_dir = Path(run.config.data_dir)
-    check_tokenizer(run, data_dir)
-    return load_tokenizer(data_dir)
+    """Return the tokenizer of a run. Raise ValueError as tokenizer_file does."""
+    return load_tokenizer(tokenizer_file(run))
