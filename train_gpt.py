@@ -15,11 +15,11 @@ from errors import exit_on_user_error
 from measure.flops import training_flops_per_token
 from measure.validation import Validation
 from model.gpt import GPT
+from optim.schedule import lr_factor
 from runtime.build import (
     build_loader,
     build_optimizers,
     compile_model,
-    lr_factor,
     open_text,
     plan_attention,
     read_run,

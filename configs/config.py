@@ -46,8 +46,6 @@ class Config:
     """A step whose loss or gradient norm is not finite updates nothing. stop: the run ends. skip: the run continues."""
     timeout: float = setting(600.0, at_least=1, below=1e9, hashed=False)
     """Seconds that a process waits for the other processes in a step. Then the run ends."""
-    tags: tuple[str, ...] = setting((), hashed=False)
-    """Tags of the run in wandb."""
     group: str = setting("", hashed=False)
     """Group of the run in wandb, such as a sweep's name."""
     wandb: Literal["off", "offline", "online", "trackio"] = setting("off", hashed=False)
@@ -149,14 +147,10 @@ class Config:
     """Number of checkpoints to keep. Older checkpoints are deleted."""
 
     def __post_init__(self):
-        # 1. Each field alone, name and model.
+        # 1. Each field alone, and the name.
         check_fields(self)
         if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._+=-]{,199})?", self.name):
             raise UserError(f"name {self.name!r} is not a folder name. Use at most 200 letters, digits and . _ + = -")
-        if self.model_dim % self.num_heads:
-            raise UserError(
-                f"model_dim {self.model_dim} is not a multiple of num_heads {self.num_heads}. Change either."
-            )
         if not self.val_lengths:
             raise UserError("val_lengths is empty. Give at least one length.")
 
@@ -182,7 +176,7 @@ class Config:
             raise UserError(f"schedule {self.schedule} has no warm-up. Set warmup_steps to 0, or use trapezoid.")
 
     @property
-    def scheduled(self) -> list[tuple[int, int]]:
+    def scheduled(self) -> list[tuple]:
         """Return the pairs of length_schedule: (tokens in a sequence, steps)."""
         return list(zip(self.length_schedule[::2], self.length_schedule[1::2]))
 

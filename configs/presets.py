@@ -1,7 +1,6 @@
 """The presets of `python train_gpt.py PRESET`. To add one, write a function and enter it in PRESETS."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 
 from configs.config import Config
@@ -154,7 +153,7 @@ def small_304m() -> Config:
     return dataclasses.replace(gpt_304m(), data_dir="data/fineweb10B", steps=109, val_tokens=1_048_576, val_every=27)
 
 
-PRESETS: dict[str, Callable[[], Config]] = dict(
+PRESETS = dict(
     quickstart=quickstart,
     taught=taught,
     far=far,

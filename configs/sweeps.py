@@ -58,7 +58,7 @@ def trained(preset_name: str, methods: list[str], seeds: tuple[int, ...]) -> lis
     return forms(preset_name, [(method, {}) for method in methods], seeds)
 
 
-def forms(preset_name: str, cases: list[tuple[str, dict]], seeds: tuple[int, ...]) -> list[Run]:
+def forms(preset_name: str, cases: list[tuple], seeds: tuple[int, ...]) -> list[Run]:
     """Return the runs of (method, options) cases, validated as all methods that train identically."""
     runs = []
     for (method, options), seed in itertools.product(cases, seeds):
@@ -82,7 +82,7 @@ def with_variants(runs: list[Run]) -> list[Run]:
     return [*runs, *others]
 
 
-def with_needle(sweep: Callable[[Scale], list[Run]]) -> Callable[[Scale], list[Run]]:
+def with_needle(sweep: Callable) -> Callable:
     """Return the sweep with its runs fine-tuned on the needle task."""
     return lambda scale: [dataclasses.replace(run, needle=scale.needle) for run in sweep(scale)]
 
@@ -104,18 +104,6 @@ def figure_tau(scale: Scale) -> list[Run]:
     return forms(scale.base, [(SI, tau_option(tau)) for tau in taus], scale.once)
 
 
-def open_choices(scale: Scale) -> list[Run]:
-    """Return runs for each choice that the paper leaves open, and runs with a_t alone and m_t alone."""
-    length, tau = preset(scale.base).train_length, tau_option(scale.scaled_tau)
-    cases = [("rope", {}), ("yarn", {"stretch": 1.0})]  # YaRN without its scaling is RoPE
-    cases += [("p_rope", {}), *(("p_rope", {"form": "barbero"} | share) for share in ({}, {"share": 0.75}))]
-    cases += [("logn_p_rope", {}), ("logn_p_rope", {"context": "length"})]
-    cases += [("alibi", {}), ("alibi", {"slopes": "geometric"})]
-    cases += [("infini_rope", {}), *(("infini_rope", {"segment_length": length // n}) for n in (8, 2))]
-    cases += [(SI, tau), (SI, tau | {"terms": "a"}), (SI, tau | {"terms": "m"})]
-    return forms(scale.base, cases, scale.once)
-
-
 PAPER_SWEEPS = dict(
     table_losses=table_losses,
     table_needle=with_needle(table_losses),
@@ -127,5 +115,4 @@ PAPER_SWEEPS = dict(
     figure_304m=lambda scale: with_variants(trained(scale.large, ["logn_p_rope", "alibi", SI], scale.once)),
     figure_tau=figure_tau,
     figure_scale_invariant_variants=lambda scale: with_variants(trained(scale.base, SCALE_INVARIANT, scale.seeds)),
-    open_choices=open_choices,
 )

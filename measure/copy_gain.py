@@ -32,7 +32,7 @@ def copy_length(gap: int) -> int:
     return gap + 2 * SPAN
 
 
-def check_gaps(stream: TokenStream, gaps: Sequence[int]) -> None:
+def check_gaps(stream: TokenStream, gaps: Sequence[int]):
     """Raise ValueError if the text is too short for a span and a filler of `gap` tokens."""
     for gap in gaps:
         if gap + SPAN > len(stream):
@@ -42,7 +42,6 @@ def check_gaps(stream: TokenStream, gaps: Sequence[int]) -> None:
 
 def copy_sequences(stream: TokenStream, gap: int, vocab_size: int) -> np.ndarray:
     """Return the sequences of both kinds, (2, 48, 64 + gap) int64. They depend on the text and the gap alone."""
-    check_gaps(stream, [gap])
     size = len(stream)
 
     # 1. Draw where fillers, text spans and the tokens of random spans begin.
@@ -69,7 +68,7 @@ def measure_copy_gain(losses: Losses, stream: TokenStream, gaps: Sequence[int], 
 
     copy_accuracy is the share of the second copy's tokens that are the most likely ones. Each result is a dictionary by
     kind, then by gap. copy_gain_error is the standard error over spans. losses: with a plan for the copy_length of each
-    gap. Raise ValueError for a gap that is too long for the validation text.
+    gap. The gaps have passed check_gaps.
     """
     result = {}
     for name in ("copy_loss", "copy_gain", "copy_gain_error", "copy_accuracy"):
@@ -97,24 +96,20 @@ def measure_copy_gain(losses: Losses, stream: TokenStream, gaps: Sequence[int], 
     return result
 
 
-def recovery(
-    gains: dict[str, float],
-    errors: dict[str, float],
-    train_length: int,
-) -> dict[str, tuple[float, float]]:
+def recovery(gains: dict, errors: dict, train_length: int) -> dict:
     """Return copy gain beyond the training length over copy gain within it, and its standard error, by gap.
 
     gains, errors: copy_gain and copy_gain_error of one kind, by gap. The copies at the longest gap whose sequence fits
     into train_length are the reference. Without such a gap, or if its gain is not above twice its error, the ratio
     means nothing and the result is empty.
     """
-    within = [gap for gap in map(int, gains) if copy_length(gap) <= train_length]
-    if not within or gains[str(max(within))] <= 2 * errors[str(max(within))]:
+    within = [gap for gap in gains if copy_length(int(gap)) <= train_length]
+    near = max(within, key=int, default=None)
+    if near is None or gains[near] <= 2 * errors[near]:
         return {}
-    near = str(max(within))
     ratios = {}
     for gap in gains:
-        if int(gap) > max(within):
+        if int(gap) > int(near):
             ratio = gains[gap] / gains[near]
             # Gaps have different spans, so their errors are independent.
             error = math.hypot(errors[gap], ratio * errors[near]) / gains[near]

@@ -23,7 +23,7 @@ class Losses:
     plans: dict[int, Plan]
     micro_batch_tokens: int
     world: World
-    before_batch: Callable[[], None] = lambda: None
+    before_batch: Callable = lambda: None
 
     def __call__(self, inputs: np.ndarray, targets: np.ndarray, positions: Tensor | None = None) -> Tensor:
         """Return the loss in nats of each target, (sequences, length) float64 on the CPU.

@@ -7,6 +7,7 @@ own document beyond a training length, by copying or otherwise. The idea is Riff
 """
 
 import numpy as np
+import torch
 
 from data.shards import TokenStream
 from errors import UserError
@@ -32,17 +33,18 @@ def long_documents(stream: TokenStream, length: int, tokens: int, vocab_size: in
     return np.stack(documents)
 
 
-def riffle(documents: np.ndarray) -> np.ndarray:
-    """Return sequences whose chunk i is chunk i of document j + i, for each j. documents: (documents, length)."""
+def riffle(documents: np.ndarray, step: int = 1) -> np.ndarray:
+    """Return sequences whose chunk i is chunk i of document j + i, for each j. documents: (documents, length).
+
+    step: -1 puts riffled sequences back into the order of the documents.
+    """
     count, length = documents.shape
     chunks = documents.reshape(count, CHUNKS, length // CHUNKS)
-    source = (np.arange(count)[:, None] + np.arange(CHUNKS)) % count  # (documents, CHUNKS)
+    source = (np.arange(count)[:, None] + step * np.arange(CHUNKS)) % count  # (documents, CHUNKS)
     return chunks[source, np.arange(CHUNKS)].reshape(count, length)
 
 
-def measure_riffle_gain(
-    losses: Losses, stream: TokenStream, train_length: int, tokens: int, vocab_size: int
-) -> dict[str, dict]:
+def measure_riffle_gain(losses: Losses, stream: TokenStream, train_length: int, tokens: int, vocab_size: int) -> dict:
     """Return riffle_gain and riffle_gain_error in nats a token, by the end of an octave of positions.
 
     The octaves begin after the first chunk: with T = 512, "1024" has positions 512 to 1,023. The error is the standard
@@ -53,12 +55,8 @@ def measure_riffle_gain(
     inputs, targets = documents[:, :-1], documents[:, 1:]
     whole = losses(inputs, targets)  # (documents, length)
     riffled = losses(riffle(inputs), riffle(targets))
-
-    # Put the riffled losses back into the order of the documents.
+    differences = torch.from_numpy(riffle(riffled.numpy(), step=-1)) - whole
     count = len(documents)
-    source = (np.arange(count)[:, None] - np.arange(CHUNKS)) % count
-    riffled = riffled.view(count, CHUNKS, train_length)[source, np.arange(CHUNKS)].reshape(count, length)
-    differences = riffled - whole
     result = {"riffle_gain": {}, "riffle_gain_error": {}, "riffle_documents": count}
     end = 2 * train_length
     while end <= length:

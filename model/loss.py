@@ -61,7 +61,7 @@ def empty_losses(x: Tensor) -> Tensor:
     return x.new_empty(len(x), dtype=torch.float32)
 
 
-def logits_in_chunks(x: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def logits_in_chunks(x: Tensor, head: Tensor) -> Iterator[tuple]:
     """Yield the slice of tokens and the logits of each chunk. All chunks share one buffer. The last may be smaller."""
     N, V = len(x), len(head)
     on_cpu = x.device.type == "cpu"

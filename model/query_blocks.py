@@ -10,7 +10,7 @@ QUERY_BLOCK = 128  # queries a block; the fastest of 64, 128 and 256 on a CPU
 LONGEST_COMPILED = 8192  # queries; the compiler unrolls a loop over blocks, and would take hours for 65,536
 
 
-def in_query_blocks(attend_block: Callable[[Tensor, int, int], Tensor], q: Tensor, recompute: bool) -> Tensor:
+def in_query_blocks(attend_block: Callable, q: Tensor, recompute: bool) -> Tensor:
     """Return the outputs of all queries, (B, H, Tq, D), from q (B, H, Tq, D).
 
     attend_block(queries, start, stop) returns the outputs of queries start..stop-1. recompute: the backward pass calls
@@ -20,7 +20,7 @@ def in_query_blocks(attend_block: Callable[[Tensor, int, int], Tensor], q: Tenso
     return loop(attend_block, q, recompute and torch.is_grad_enabled())
 
 
-def loop_over_blocks(attend_block: Callable[[Tensor, int, int], Tensor], q: Tensor, recompute: bool) -> Tensor:
+def loop_over_blocks(attend_block: Callable, q: Tensor, recompute: bool) -> Tensor:
     outputs, stop = [], 0
     for queries in q.split(QUERY_BLOCK, dim=2):
         start, stop = stop, stop + queries.shape[2]

@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from errors import require
 from model.attention.attend import rotate, rotate_and_scale
 from model.attention.blocks import Blocks
-from model.attention.plan import LayerPlan, Plan
+from model.attention.plan import Plan
 from model.gpt import GPT, norm
-from model.methods.base import Mechanism, Method
 from model.tensors import upcast
 
 MAX_PAIRS = 2**16  # random pairs of a query and a key, for the moments of a head
-Layer = tuple[Method, LayerPlan, Tensor, Tensor, Tensor]
 
 
-def iterate_layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[Layer]:
+def iterate_layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple]:
     """Yield each layer's method, plan, input x (B, T, C), and q, k (B, H, T, D) before rotation, at least float32."""
     x = model.embed(tokens)
     for number, block in enumerate(model.blocks):
@@ -31,7 +29,7 @@ def iterate_layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[Layer]:
         x = block(x, layer_plan)
 
 
-def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple:
     """Return indices (b, i, j) of sequences, queries and keys: all pairs 1 <= j < i, or max_pairs random ones.
 
     The paper leaves out the beginning-of-sequence token, an outlier and attention sink, so key 0 is left out here.
@@ -46,7 +44,7 @@ def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple[Ten
 
 
 @torch.inference_mode()
-def layer_scores(model: GPT, tokens: Tensor, max_pairs: int) -> Iterator[tuple[int, bool, Tensor]]:
+def layer_scores(model: GPT, tokens: Tensor, max_pairs: int) -> Iterator[tuple]:
     """Yield (layer, rotated, S) with scores S = q.k / sqrt(d), float64 (H, pairs) on the CPU.
 
     tokens (B, T). All layers and heads use the same pairs (score_pairs). S is taken before LogN or another scaling.
@@ -77,7 +75,7 @@ def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> 
 
 
 @torch.inference_mode()
-def attention_by_layer(model: GPT, tokens: Tensor, plan: Plan) -> dict[str, dict[str, float]]:
+def attention_by_layer(model: GPT, tokens: Tensor, plan: Plan) -> dict:
     """Return max_logit and attention_entropy on tokens (B, T), each by layer, from "0".
 
     max_logit: the largest logit a_t S + m_t + b_j - b_i over sequences, heads, queries and visible keys. b: the key
@@ -115,5 +113,8 @@ def calibrate(model: GPT, tokens: Tensor):
 
 def calibrated_parameters(model: nn.Module) -> set[str]:
     """Return the names of a model's parameters that calibration sets."""
-    mechanisms = [(name, module) for name, module in model.named_modules() if isinstance(module, Mechanism)]
-    return {f"{name}.{parameter}" for name, mechanism in mechanisms for parameter in mechanism.calibrated}
+    names = set()
+    for name, module in model.named_modules():
+        for parameter in getattr(module, "calibrated", ()):
+            names.add(f"{name}.{parameter}")
+    return names

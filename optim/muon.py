@@ -29,7 +29,7 @@ def update(
     momentum: float,
     found_inf: Tensor,
     dtype: torch.dtype,
-) -> None:
+):
     """Update matrices, or banks of matrices, in place and in one batch. All have one shape, up to transposition.
 
     scales: factors of the learning rate. lr and found_inf are 0-D.
@@ -101,7 +101,7 @@ class Muon(torch.optim.Optimizer):
         self.update = torch.compile(update, dynamic=False) if compile else update
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self):
         """Update every parameter. All must have gradients."""
         for group in self.param_groups:
             batches = defaultdict(list)  # (rows, cols), rows <= cols -> parameters

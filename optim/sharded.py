@@ -9,7 +9,6 @@ With one rank, nothing is sharded: the optimizers work on the parameters themsel
 """
 
 import dataclasses
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable
@@ -27,17 +26,17 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Parameters that one optimizer updates. `make` constructs the optimizer.
+    """Parameters that one optimizer updates. `make` constructs the optimizer from a list of them.
 
     units: returns a parameter as a view (units, *unit_shape). Sharding never splits a unit, such as a matrix.
     lr_scale: returns the factor that the optimizer applies to the learning rate of a parameter.
     """
 
     params: list[nn.Parameter]
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    make: Callable
     peak_lr: float
-    units: Callable[[Tensor], Tensor] = torch.flatten
-    lr_scale: Callable[[Tensor], float] | None = None
+    units: Callable = torch.flatten
+    lr_scale: Callable | None = None
 
 
 class Bucket:
@@ -164,7 +163,7 @@ class Optimizers:
 
     def all_buckets(self) -> list[Bucket]:
         """Return the buckets of all groups."""
-        return [*itertools.chain.from_iterable(self.buckets.values())]
+        return sum(self.buckets.values(), [])
 
     def sharded_buckets(self) -> list[Bucket]:
         """Return the buckets that are divided over ranks: all buckets, or none in a run with one rank."""
@@ -191,7 +190,7 @@ class Optimizers:
         return torch.linalg.vector_norm(torch.stack(norms)).square()
 
     @torch.no_grad()
-    def step(self, lr_factor: float, finite: Tensor) -> None:
+    def step(self, lr_factor: float, finite: Tensor):
         """Update all parameters, each with lr_factor times its peak learning rate, and drop the gradients.
 
         finite: a bool tensor on the device. If it is False, parameters and state do not change. Then `found_inf` stays
@@ -202,8 +201,8 @@ class Optimizers:
         if not self.continue_after_nonfinite:
             self.found_inf.copy_(skipped)
 
-        # 1. Update the shards. Muon comes last, so Adam's parameters are sent while Muon computes.
-        for name in sorted(self.groups, key=self.is_of_matrices):
+        # 1. Update the shards. Muon, whose units are matrices, comes last, so Adam's are sent while Muon computes.
+        for name in sorted(self.groups, key=lambda name: len(self.buckets[name][0].unit_shape)):
             optimizer = self.optimizers[name]
             set_lr(optimizer, self.groups[name].peak_lr * lr_factor)
             optimizer.found_inf = skipped  # if 1, Muon and PyTorch's fused optimizers update nothing
@@ -216,10 +215,6 @@ class Optimizers:
         # 2. Receive the shards of the other ranks.
         for bucket in self.sharded_buckets():
             bucket.finish_gathering()
-
-    def is_of_matrices(self, name: str) -> bool:
-        """Return True if the units of a group are matrices, False if they are numbers."""
-        return len(self.buckets[name][0].unit_shape) == 2
 
     def learning_rates(self) -> dict[str, float]:
         """Return the learning rate of each group in the last step."""
@@ -242,7 +237,7 @@ class Optimizers:
         return result
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: dict):
         """Keep this rank's shard of a state that state_dict returned."""
         for name, group in self.groups.items():
             stored = state_dict[name]["state"]
@@ -256,7 +251,7 @@ class Optimizers:
                     shard_state[key] = value.to(bucket.shard.device, copy=True)
 
     @torch.no_grad()
-    def load_parameters(self) -> None:
+    def load_parameters(self):
         """Copy the parameters into the shards, after other code has changed the parameters."""
         for bucket in self.sharded_buckets():
             bucket.shard.copy_(bucket.shard_of(bucket.params))

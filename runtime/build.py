@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import platform
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from model.loss import compile_problem
 from model.methods import METHODS
 from model.methods.make import alternative_methods, layer_methods
 from model.methods.names import canonical_name
-from optim import schedule
 from optim.muon import Muon, as_matrices, shape_scale
 from optim.sharded import Group, Optimizers
 from runtime.checkpoint import Progress
@@ -30,7 +29,7 @@ from runtime.processes import World
 CALIBRATION_TOKENS = 8192  # the pairs of queries and keys of longer sequences would not fit in memory
 
 
-def config_of(stored: dict[str, Any], kind: type[Config] = Config) -> Config:
+def config_of(stored: dict, kind: type[Config] = Config) -> Config:
     """Return the configuration stored in a config.json or a checkpoint. Missing fields get their defaults.
 
     kind: Config or a subclass. A damaged dictionary may raise any Exception.
@@ -78,7 +77,7 @@ class Text(NamedTuple):
     train: TokenStream
     validation: TokenStream
 
-    def describe(self, config: Config) -> dict[str, Any]:
+    def describe(self, config: Config) -> dict:
         """Return the content of a run's data.json."""
         run_tokens = config.steps * config.batch_tokens
         return {
@@ -199,13 +198,11 @@ def plan_attention(config: Config, model: GPT, world: World, text: TokenStream) 
     message = problem or f"attention by {reasons}"
     if world.world_size > 1:
         message = f"rank {world.rank} on {platform.node()}: {message}"
-    reports = world.gather((problem is None, backends, message))
+    choices = dict(world.gather((backends, message)))
 
     # 3. Compare the ranks.
-    for passed, _, message in reports:
-        if not passed:
-            raise UserError(message)
-    choices = {backends: message for _, backends, message in reports}
+    if () in choices:
+        raise UserError(choices[()])
     if len(choices) > 1:
         found = ", but ".join(choices.values())
         raise UserError(f"{found}. Set one that all ranks have: --attention_backend.")
@@ -243,17 +240,6 @@ def build_optimizers(config: Config, model: GPT, world: World) -> Optimizers:
         world.rank,
         world.world_size,
         continue_after_nonfinite=config.on_nonfinite == "skip",
-    )
-
-
-def lr_factor(config: Config, step: int) -> float:
-    """Return the factor that multiplies all learning rates in a step, counted from 0 (optim/schedule.py)."""
-    return schedule.lr_factor(
-        step,
-        steps=config.steps,
-        schedule=config.schedule,
-        warmup_steps=config.warmup_steps,
-        cooldown_steps=config.cooldown_steps,
     )
 
 

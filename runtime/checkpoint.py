@@ -5,7 +5,7 @@ import io
 import re
 import zlib
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -32,12 +32,12 @@ class Progress:
     rng: list[dict] = dataclasses.field(default_factory=list)  # state of the random generators, by rank
 
     @classmethod
-    def stored(cls, values: dict[str, Any]) -> "Progress":
+    def stored(cls, values: dict) -> "Progress":
         """Return the progress in a checkpoint. Older checkpoints have wandb's id there, too."""
         return cls(**{name: value for name, value in values.items() if name != "wandb_id"})
 
 
-def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
+def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 2) -> Path:
     """Save `state` as the checkpoint of `step`, delete all but the newest `keep`, and return the new path.
 
     An older file is deleted only when the new one is on the disk, which needs space for keep + 1. `state` may hold
@@ -66,7 +66,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.stem.removeprefix("step_")), reverse=True)
 
 
-def write_with_checksum(state: dict[str, Any], file: BinaryIO):
+def write_with_checksum(state: dict, file: BinaryIO):
     """Write the archive of torch.save, then a line with its CRC-32. torch.load ignores that line.
 
     The checksums inside the archive do not cover its index. A flipped bit there could load wrong weights.
@@ -77,7 +77,7 @@ def write_with_checksum(state: dict[str, Any], file: BinaryIO):
     file.write(f"crc32 {zlib.crc32(archive.getbuffer()):08x}\n".encode())
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path) -> dict:
     """Return the saved state, on the CPU. Loading never runs code from the file.
 
     Raise DamagedCheckpoint, a ValueError, when the checksum is wrong.
@@ -90,7 +90,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], checkpoint: Path):
+def load_weights(model: torch.nn.Module, weights: dict, checkpoint: Path):
     """Load the weights of a checkpoint. Raise ValueError if the model's code has other parameters now."""
     try:
         model.load_state_dict(weights)
@@ -100,7 +100,7 @@ def load_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], check
         raise UserError(f"{problem}. Restore the code, or train again.") from None
 
 
-def load_newest(folder: Path, world: World) -> tuple[Path | None, dict[str, Any], list[Path]]:
+def load_newest(folder: Path, world: World) -> tuple:
     """Return the newest checkpoint that every rank can read, its state, and the paths of newer damaged checkpoints.
 
     The path is None if the folder has no checkpoint. All ranks call this. Raise DamagedCheckpoint if all are damaged,

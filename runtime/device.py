@@ -56,18 +56,18 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return None
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype, n: int = 8192, seconds: float = 0.1) -> float:
-    """Return the median FLOP/s of the product of two random (n, n) matrices. seconds: minimum time of the measurement.
+def matmul_rate(device: torch.device, dtype: torch.dtype, n: int) -> float:
+    """Return the median FLOP/s of the product of two random (n, n) matrices.
 
     The matrices are random, because products of zeros cost less power and run faster.
     """
     a, b = torch.randn(2, n, n, device=device, dtype=dtype)
     timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
-    measured = timer.blocked_autorange(min_run_time=seconds)
+    measured = timer.blocked_autorange(min_run_time=0.1)
     return 2 * n**3 / measured.median
 
 
-def choose_ptxas(device: torch.device) -> tuple[TorchVersion, str] | None:
+def choose_ptxas(device: torch.device) -> tuple | None:
     """Make Triton use the newest installed ptxas for Hopper, unless TRITON_PTXAS_PATH names another ptxas.
 
     Return version and path of the ptxas for this GPU, or None without Triton. The search stays within PyTorch's major
@@ -114,7 +114,7 @@ def keep_freed_memory():
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def rng_state() -> dict[str, torch.Tensor]:
+def rng_state() -> dict:
     """Return the state of this process's random number generators: the CPU's, and the GPU's if one is in use."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
@@ -122,7 +122,7 @@ def rng_state() -> dict[str, torch.Tensor]:
     return state
 
 
-def set_rng_state(state: dict[str, torch.Tensor]):
+def set_rng_state(state: dict):
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])

@@ -55,9 +55,9 @@ class RunLog:
 
     def __post_init__(self):
         self.peak = peak_flops(self.world.device, self.dtype)  # FLOP/s
-        self._pending: Pending | None = None
-        self._step_seconds: list[float] = []
-        self._trained_lengths: set[int] = set()  # by this process
+        self._pending = None  # or a Pending
+        self._step_seconds = []
+        self._trained_lengths = set()  # by this process
         self._last_line = -math.inf
         self._clock = time.monotonic()
         if self.folder is not None:
@@ -76,7 +76,7 @@ class RunLog:
             name=config.name,
             group=config.group or None,
             config=dict(vars(config)),
-            tags=[tag[:64] for tag in (config.method, *config.tags)],  # wandb refuses longer ones
+            tags=[config.method[:64]],  # wandb refuses longer ones
         )
         if run_id := getattr(self.metrics.mirror, "id", None):
             replace_text(identity, run_id)
@@ -191,7 +191,7 @@ class RunLog:
             self._print_step(pending.step, loss, seconds)
         return None
 
-    def _record(self, pending: "Pending", loss: float, grad_norm: float, seconds: float) -> dict:
+    def _record(self, pending: Pending, loss: float, grad_norm: float, seconds: float) -> dict:
         """Return the record of a step for metrics.jsonl."""
         rate = self.config.batch_tokens / seconds
         record = {

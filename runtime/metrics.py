@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from errors import UserError
 from files import append, parse_object, read_bytes, replace_text, to_json
@@ -12,10 +11,10 @@ from files import append, parse_object, read_bytes, replace_text, to_json
 class Metrics:
     """Writes metrics.jsonl: one JSON object a line, with the key "step". NaN and infinities become null."""
 
-    def __init__(self, path: Path, mirror: Any = None):  # mirror: a run of wandb or trackio
+    def __init__(self, path: Path, mirror=None):  # mirror: a run of wandb or trackio
         self.path, self.mirror = path, mirror
 
-    def write(self, record: dict[str, Any]):
+    def write(self, record: dict):
         """Append one record. The mirror gets its numbers: {"val_loss": {4096: 3.1}} as "val_loss/4096"."""
         append(self.path, to_json(record) + "\n")
         if self.mirror is not None:
@@ -28,7 +27,7 @@ class Metrics:
         replace_text(self.path, "".join(to_json(record) + "\n" for record in kept))
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict]:
     """Return the records of a metrics.jsonl. A kill can leave the last line half-written, so a damaged one is left out.
 
     Raise ValueError naming the line if another line is damaged.
@@ -44,23 +43,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def flatten(record: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a nested dict as a flat dict, with keys joined by "/"."""
+def numbers(record: dict, prefix: str = "") -> dict:
+    """Return the numbers of a nested record, with keys joined by "/". Lists, which no dashboard draws, are left out."""
     flat = {}
     for key, value in record.items():
         if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}/")
-        else:
+            flat |= numbers(value, f"{prefix}{key}/")
+        elif not isinstance(value, list):
             flat[f"{prefix}{key}"] = value
     return flat
 
 
-def numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a record with joined keys. Lists, which no dashboard draws, are left out."""
-    return {key: value for key, value in flatten(record).items() if not isinstance(value, list)}
-
-
-def pictures(record: dict[str, Any], image: Callable[..., Any]) -> dict[str, Any]:
+def pictures(record: dict, image: Callable) -> dict:
     """Return the picture of a validation under "charts", made by `image` from an array. {} for other records.
 
     A picture needs no answer of a server. The tables of wandb do, so a lost network could end the run.
@@ -72,7 +66,7 @@ def pictures(record: dict[str, Any], image: Callable[..., Any]) -> dict[str, Any
     return {"charts": image(draw_validation(record))}
 
 
-def start_mirror(mode: str, *, folder: Path, run_id: str | None = None, **options: Any) -> Any:
+def start_mirror(mode: str, *, folder: Path, run_id: str | None = None, **options):
     """Start a run of wandb or trackio and return it, or None when `mode` is "off". Never prompt.
 
     mode: "off", "offline" or "online" as in wandb, or "trackio", a local dashboard without an account. The environment
@@ -115,12 +109,12 @@ def start_mirror(mode: str, *, folder: Path, run_id: str | None = None, **option
 class WandbRun:
     """A run of wandb."""
 
-    def __init__(self, run: Any):
+    def __init__(self, run):
         self.run = run
         self.id, self.settings = run.id, run.settings
         self.finish = run.finish
 
-    def log(self, record: dict[str, Any]):
+    def log(self, record: dict):
         import wandb
 
         self.run.log(numbers(record) | pictures(record, wandb.Image))
@@ -131,7 +125,7 @@ class TrackioRun:
 
     id = None
 
-    def __init__(self, *, tags: list[str] = (), **options: Any):
+    def __init__(self, *, tags=(), **options):
         try:
             import trackio
 
@@ -141,12 +135,12 @@ class TrackioRun:
         self.run = trackio.init(resume="allow", embed=False, **options)
         self.finish = self.run.finish
 
-    def log(self, record: dict[str, Any]):
+    def log(self, record: dict):
         others = {key: value for key, value in numbers(record).items() if key != "step"}
         self.run.log(others | pictures(record, self.image), step=record["step"])
 
 
-def finish_mirror(run: Any, log: Callable[[str], None] = print):
+def finish_mirror(run, log: Callable = print):
     """Finish the mirror's run. After WANDB_FINISH_TIMEOUT seconds, log the command that uploads the rest."""
     try:
         run.finish()

@@ -5,7 +5,6 @@ import platform
 import re
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch._inductor.config
@@ -17,6 +16,9 @@ from runtime.device import choose_ptxas, fix_threads, keep_freed_memory
 
 # Errors of gloo and NCCL about a rank that has died or does not answer.
 LOST_RANK = r"(?i)gloo|nccl|connection|timed out|timeout|\bpeer\b|(?<!tl\.)store|broken pipe"
+
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # variables that torchrun sets
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,8 @@ def read_launch() -> Launch:
     Raise UserError for numbers that no launcher gives, such as a single variable that was left in a shell: this process
     would take itself for one of several, and would leave the work to ranks that do not exist.
     """
-    remedy = "Start several processes with torchrun, or unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE."
-    required = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    present = [name for name in (*required, "LOCAL_WORLD_SIZE") if name in os.environ]
-    if not present:
+    numbers = {name: os.environ[name] for name in (*LAUNCHER, "LOCAL_WORLD_SIZE") if name in os.environ}
+    if not numbers:
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
         require(
             tasks == "1",
@@ -46,21 +46,15 @@ def read_launch() -> Launch:
         )
         return Launch()
 
-    for name in required:
-        require(name in present, f"{name} is not set, but {present[0]} is. {remedy}")
-    for name in present:
-        least = 1 if name.endswith("SIZE") else 0
-        text = os.environ[name]
-        require(
-            re.fullmatch("[0-9]+", text) and int(text) >= least,
-            f"{name} is {text!r}, but it must be a number from {least} on. {remedy}",
-        )
-    launch = Launch(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]))
-    for name, value in (("RANK", launch.rank), ("LOCAL_RANK", launch.local_rank)):
-        require(value < launch.world_size, f"{name} is {value}, but WORLD_SIZE is {launch.world_size}. {remedy}")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        alone = launch.world_size == 1
-        require(alone or os.environ.get(name), f"WORLD_SIZE is {launch.world_size}, but {name} is not set. {remedy}")
+    # MASTER_ADDR and MASTER_PORT are left to torch.distributed, which names a missing one.
+    try:
+        launch = Launch(*(int(numbers[name]) for name in LAUNCHER))
+        possible = 0 <= launch.rank < launch.world_size and 0 <= launch.local_rank < launch.world_size
+        possible = possible and int(numbers.get("LOCAL_WORLD_SIZE", 1)) > 0
+    except (KeyError, ValueError):  # missing, or no number
+        possible = False
+    remedy = "Start several processes with torchrun, or unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE."
+    require(possible, f"The environment has {numbers}, which no launcher gives. {remedy}")
     return launch
 
 
@@ -81,7 +75,7 @@ class World:
         if self.world_size > 1:
             dist.all_reduce(tensor)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value) -> list:
         """Return the values of all ranks, on all ranks."""
         values = [value] * self.world_size
         if self.world_size > 1:
@@ -98,7 +92,6 @@ def start_processes(device: str, timeout: float = 600) -> World:
     """
     # 1. Read torchrun's numbers.
     launch = read_launch()
-    rank, world_size = launch.rank, launch.world_size
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and not gpus:
         raise UserError("--device cuda needs a GPU, but torch finds none. Use --device cpu.")
@@ -109,23 +102,23 @@ def start_processes(device: str, timeout: float = 600) -> World:
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # by default, every rank uses as many as the machine has
         workers = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch._inductor.config.compile_threads = max(1, min(32, workers))
+    chosen = torch.device("cuda", launch.local_rank) if gpus else torch.device("cpu")
+    world = World(launch.rank, launch.world_size, chosen)
     if gpus:
-        world = World(rank, world_size, torch.device("cuda", launch.local_rank))
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Blocks of a fixed size would leave unused gaps when the sequence length changes.
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        torch.cuda.set_device(world.device)
-        prefer_fast_sdpa(world.device)
-        choose_ptxas(world.device)
+        torch.cuda.set_device(chosen)
+        prefer_fast_sdpa(chosen)
+        choose_ptxas(chosen)
         # FlexAttention needs fused multiply-adds for its speed, and Triton 3.10 stops making them by default.
         os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     else:
-        world = World(rank, world_size, torch.device("cpu"))
         keep_freed_memory()
         fix_threads()
 
     # 3. Join the other processes.
-    if world_size > 1:
+    if world.world_size > 1:
         limit = timedelta(seconds=timeout)
         store, *_ = next(dist.rendezvous("env://", timeout=limit))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -134,15 +127,15 @@ def start_processes(device: str, timeout: float = 600) -> World:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpus else "cpu:gloo",
             store=store,
-            rank=rank,
-            world_size=world_size,
+            rank=world.rank,
+            world_size=world.world_size,
             timeout=limit,
-            device_id=world.device if gpus else None,  # NCCL connects now, not in the first backward pass
+            device_id=chosen if gpus else None,  # NCCL connects now, not in the first backward pass
         )
     return world
 
 
-def describe_failure(error: BaseException) -> tuple[int, str] | None:
+def describe_failure(error: BaseException) -> tuple | None:
     """Return exit code and message for an error of a file, of memory or of a lost rank, or None for other errors."""
     if isinstance(error, OSError):
         return 2, str(error)

@@ -5,7 +5,6 @@ The run then saves a checkpoint and stops after the current step.
 
 import os
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 
 import psutil
@@ -34,9 +33,9 @@ class StopRequest:
     """
 
     def __init__(self):
-        self.signal_name: str | None = None  # of the last received signal
+        self.signal_name = None  # of the last received signal
         self.can_save = False
-        self.mark: Callable[[str], object] = lambda name: None
+        self.mark = lambda name: None
 
     def __enter__(self):
         under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -72,10 +72,10 @@ DEFAULTS = Settings(
 )
 
 
-def main(argv: list[str] | None = None):
+def main():
     # ---- setup: a user's mistake ends the command here, before a run folder exists ----
     with exit_on_user_error():
-        config = read_settings(sys.argv[1:] if argv is None else argv)
+        config = read_settings(sys.argv[1:])
         world = start_processes(config.device, config.timeout)
         text = open_text(config, world)
         check_tokenizer(config)

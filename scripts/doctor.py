@@ -11,7 +11,6 @@ import dataclasses
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,6 @@ from runtime.processes import World, start_processes
 from scripts.bench.attention import check_variant
 from scripts.bench.protocol import describe_machine
 from scripts.bench.trainers import WARM_UP_STEPS, Trainer
-from scripts.shared.arguments import Parser
 
 METHODS = ("p_rope", "scale_invariant_p_rope", "alibi")  # checked in each backend, beside the run's own method
 FIXED_PTXAS = 13, 3  # older versions make wrong code for Hopper: github.com/triton-lang/triton/issues/9433
@@ -50,13 +48,12 @@ class Finding(NamedTuple):
     remedy: str = ""  # what to do
 
 
-def main(argv: list[str] | None = None):
-    parser = Parser("python -m scripts.doctor", __doc__)
-    parser.add_argument("preset", nargs="?", help="preset (default: quickstart); fields of train_gpt.py may follow")
-    argv = sys.argv[1:] if argv is None else argv
-    args, fields = parser.parse_known_args(argv if argv and not argv[0].startswith("-") else ["quickstart", *argv])
+def main():
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0].startswith("-"):
+        arguments = ["quickstart", *arguments]
     with exit_on_user_error():
-        config = read_run([args.preset, *fields])
+        config = read_run(arguments, __doc__)
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     print(f"{describe_machine(device)}, {platform.platform()}", flush=True)
     states = []
@@ -134,9 +131,7 @@ def check_step(config: Config, device: torch.device) -> Iterator[Finding]:
         message = f"more than {describe_run(config, rate / flops)}, estimated from the speed of a matrix product"
         yield Finding("run", message, "slow", "Use a GPU, or the preset quickstart.")
         return
-    began = time.monotonic()
     trainer = Trainer(small, device)
-    first_steps = time.monotonic() - began
     seconds = statistics.median(trainer.time_step() for _ in range(STEPS))
     tokens_per_second = small.batch_tokens / seconds
     peak = peak_flops(device, dtype) or rate  # an unknown device: the speed of a matrix product
@@ -145,10 +140,6 @@ def check_step(config: Config, device: torch.device) -> Iterator[Finding]:
     memory = f", {trainer.peak_bytes / 1e9:.2f} GB" if trainer.peak_bytes else ""
     yield Finding("step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}")
     yield Finding("run", f"{describe_run(config, tokens_per_second)} on one {device_name(device)}")
-    if trainer.model.compile_note == "on":
-        lengths = len({*config.train_lengths})
-        compiling = lengths * max(0.0, first_steps - WARM_UP_STEPS * seconds)
-        yield Finding("compile", f"{lengths} training lengths, {compiling / 60:.1f} minutes more")
 
 
 def describe_run(config: Config, tokens_per_second: float) -> str:

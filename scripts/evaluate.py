@@ -13,8 +13,9 @@ split of another folder, at most as many tokens, and the numbers go to RUN/evalu
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from data.shards import open_split
@@ -102,56 +103,54 @@ def store(path: Path, result: dict):
     replace_text(path, to_json(result) + "\n")
 
 
-def gain_table(rows: Iterable[tuple[str, dict, dict]]) -> str:
-    """Return a table of gains with standard errors. rows: a name, gains by column, standard errors by column."""
+def print_table(title: str, rows: list[tuple]):
+    """Print a table with a row for each name: its cells by column. Names without cells are left out."""
     lines, columns = [], {}
-    for name, gains, errors in rows:
-        columns |= dict(zip(gains, gains))
-        lines.append(([name], {key: format_mean(gain, errors[key]) for key, gain in gains.items()}))
-    return pivot_table(["run"], lines, columns)
+    for name, cells in rows:
+        columns |= dict(zip(cells, cells))
+        if cells:
+            lines.append(([name], cells))
+    if lines:
+        print(f"\n{title}:\n\n{pivot_table(['run'], lines, columns)}")
+
+
+def gain_cells(result: dict, name: str) -> dict:
+    """Return cells of a gain with its standard error. {}: it was not measured."""
+    return {key: format_mean(gain, result[f"{name}_error"][key]) for key, gain in result.get(name, {}).items()}
 
 
 def print_own_documents(results: list[dict]):
     """Print the loss on tokens far inside their own documents, and the share of these tokens."""
-    lines, columns = [], {}
+    rows = []
     for result in results:
         cells = {}
         for length, loss in result["val_loss_own"].items():
             share = result["val_tokens_own"][length] / result["val_tokens"][length]
             cells[length] = f"{loss:.3f} ({share:.1%})"
-        lines.append(([result["name"]], cells))
-        columns |= {length: length for length in cells}
-    if columns:
-        text = "Loss on tokens with more than a training length of their own document before them, and their share"
-        print(f"\n{text}:\n\n{pivot_table(['run'], lines, columns)}")
+        rows.append((result["name"], cells))
+    print_table(
+        "Loss on tokens with more than a training length of their own document before them, and their share", rows
+    )
 
 
 def print_copies(results: list[dict]):
     """Print tables of copy gain, copy accuracy and recovery."""
     gains, accuracies, recoveries = [], [], []
-    for result in results:
-        for kind in KINDS:
-            name = f"{result['name']}, {kind}"
-            gain, error = result["copy_gain"][kind], result["copy_gain_error"][kind]
-            gains.append((name, gain, error))
-            shares = {gap: f"{share:.0%}" for gap, share in result["copy_accuracy"][kind].items()}
-            accuracies.append(([name], shares))
-            ratios = recovery(gain, error, result["train_length"])
-            if ratios:
-                means = {gap: mean for gap, (mean, _) in ratios.items()}
-                errors = {gap: error for gap, (_, error) in ratios.items()}
-                recoveries.append((name, means, errors))
-
-    print(f"\nCopy gain in nats a token, by the number of tokens between the copies:\n\n{gain_table(gains)}")
-    columns = {gap: gap for gap in gains[0][1]}
-    print(f"\nTokens of the second copy that are predicted:\n\n{pivot_table(['run'], accuracies, columns)}")
-    if recoveries:
-        text = "Recovery: the gain over the gain at the longest gap within the training length"
-        print(f"\n{text}:\n\n{gain_table(recoveries)}")
+    for result, kind in itertools.product(results, KINDS):
+        name = f"{result['name']}, {kind}"
+        gain, error = result["copy_gain"][kind], result["copy_gain_error"][kind]
+        shares = result["copy_accuracy"][kind]
+        ratios = recovery(gain, error, result["train_length"])
+        gains.append((name, {gap: format_mean(mean, error[gap]) for gap, mean in gain.items()}))
+        accuracies.append((name, {gap: f"{share:.0%}" for gap, share in shares.items()}))
+        recoveries.append((name, {gap: format_mean(*ratio) for gap, ratio in ratios.items()}))
+    print_table("Copy gain in nats a token, by the number of tokens between the copies", gains)
+    print_table("Tokens of the second copy that are predicted", accuracies)
+    print_table("Recovery: the gain over the gain at the longest gap within the training length", recoveries)
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
+def main():
     # 1. The arguments.
     parser = Parser("python -m scripts.evaluate", __doc__)
     add = parser.add_argument
@@ -164,7 +163,7 @@ def main(argv: list[str] | None = None):
     add("--far", type=int, default=0, metavar="WINDOWS", help="measure far gain on this number of windows")
     add("--riffle", action="store_true", help="measure riffle gain on all long documents")
     parser.add_device()
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
 
     # 2. The measurements.
     world, rows, results = start_processes(args.device), [], []
@@ -190,12 +189,9 @@ def main(argv: list[str] | None = None):
     print_own_documents(results)
     if args.copy:
         print_copies(results)
-    if args.far:
-        print("\nFar gain in nats a token, by class of tokens:\n")
-        print(gain_table((result["name"], result["far_gain"], result["far_gain_error"]) for result in results))
-    if args.riffle:
-        print("\nRiffle gain in nats a token, by the end of an octave of positions:\n")
-        print(gain_table((result["name"], result["riffle_gain"], result["riffle_gain_error"]) for result in results))
+    for kind, columns in {"far": "class of tokens", "riffle": "the end of an octave of positions"}.items():
+        rows = [(result["name"], gain_cells(result, f"{kind}_gain")) for result in results]
+        print_table(f"{kind.capitalize()} gain in nats a token, by {columns}", rows)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Writes a trained model as a folder that Hugging Face's transformers loads without this repository.
 
-    python -m scripts.export runs/NAME                               writes RUN/hf, or the folder of --out
-    python -m scripts.export runs/NAME --push USER/MODEL             also uploads the folder to the hub
+    python -m scripts.export runs/NAME                   writes RUN/hf, or the folder of --out
+    hf upload USER/MODEL runs/NAME/hf --private          uploads the folder to the hub
 
 The folder holds the latest checkpoint (float32, safetensors), configuration, tokenizer, model code, and a model card.
-AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) gives the same logits as the run. --push uploads
-the folder of --out, after an export if it does not exist. It needs a login (`hf auth login`).
+AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True) gives the same logits as the run.
 """
 
 import json
@@ -15,9 +14,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi
 
-from data.download import model_file, one_line_errors
+from data.download import model_file
 from data.shards import TOKENIZER_FILE
 from data.tokenizer import Tokenizer
 from errors import exit_on_user_error, require
@@ -25,7 +23,7 @@ from runtime.checkpoint import latest_checkpoint
 from scripts.hf.load import import_transformers
 from scripts.hf.modules import ROOT, export_modules
 from scripts.shared.arguments import Parser
-from scripts.shared.runs import StoredRun, load_run, read_object, read_run, tokenizer_file
+from scripts.shared.runs import StoredRun, load_run, read_run, tokenizer_file
 from scripts.shared.tables import loss_table
 
 GPT2 = "openai-community/gpt2"  # on the hub
@@ -61,23 +59,13 @@ Commit: {commit}.
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
+def main():
     parser = Parser("python -m scripts.export", __doc__)
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run folder")
-    add("--out", type=Path, metavar="FOLDER", help="new folder (default: RUN/hf)")
-    add("--push", metavar="USER/MODEL", help="upload to this hub repository, created if missing")
-    add("--private", action="store_true", help="create the repository as private")
-    args = parser.parse_args(argv)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="new folder (default: RUN/hf)")
+    args = parser.parse_args()
     out = args.out or args.run / "hf"
-    if args.push is None or not out.exists():
-        print(f"{out}: {export(args.run, out):,} parameters")
-    if args.push:
-        exported = (read_object(out / "config.json") or {}).get("model_type") == "method_gpt"
-        require(exported, f"{out} is not an exported model. Choose another --out.")
-        with one_line_errors(f"upload {out} to {args.push}"):
-            print(HfApi().create_repo(args.push, private=args.private, exist_ok=True))
-            HfApi().upload_folder(repo_id=args.push, folder_path=out, commit_message="A model of scripts.export")
+    print(f"{out}: {export(args.run, out):,} parameters")
 
 
 def export(folder: Path, out: Path) -> int:

@@ -33,11 +33,11 @@ CURVE = ("step", "val_loss", "val_loss_as", "copy_gain")
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
+def main():
     parser = Parser("python -m scripts.keep", __doc__)
     parser.add_runs()
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="runs.jsonl of a scale")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     lines = args.to.read_text().splitlines() if args.to.exists() else []
     kept = {line["name"]: line for line in map(json.loads, lines)}
     kept |= {path.name: make_line(read_run(path)) for path in args.runs}

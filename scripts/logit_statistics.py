@@ -37,9 +37,8 @@ MAX_PAIRS = 2**18  # random pairs per head. Texts of up to 725 tokens have fewer
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
+def main():
     # 1. The arguments.
-    argv = sys.argv[1:] if argv is None else argv
     parser = Parser("python -m scripts.logit_statistics", __doc__)
     add = parser.add_argument
     add("model", metavar="MODEL", help="run folder, Hugging Face folder, or name on the hub")
@@ -47,7 +46,7 @@ def main(argv: list[str] | None = None):
     add("--out", type=Path, help=f"folder for the results (default: runs/{FOLDER}/NAME)")
     add("--tokens", type=int, default=2048, help="reads at most this many tokens (default: 2048)")
     parser.add_device()
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     text, device = args.text.read_text(encoding="utf-8").strip(), start_processes(args.device).device
 
     # 2. The model: a run of ours, or a model of Hugging Face.
@@ -77,7 +76,7 @@ def main(argv: list[str] | None = None):
         "commit": git_commit(Path(__file__).parent) or "unknown",
         "made": str(datetime.date.today()),
         "layers": layers,
-        "command": shlex.join([*COMMAND.split(), *argv]),
+        "command": shlex.join([*COMMAND.split(), *sys.argv[1:]]),
     }
 
     # 4. The files.

@@ -47,7 +47,7 @@ TEST_SEED = 1_000_000  # of the scored examples: the same for all runs, and unli
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
+def main():
     parser = Parser("python -m scripts.needle", __doc__)
     add = parser.add_argument
     parser.add_runs()
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None):
     add("--examples", type=int, help="scored prompts per length")
     parser.add_device()
     add("--compile", default="auto", choices=["auto", "on", "off"])
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     given = {name: value for name, value in vars(args).items() if name in vars(Needle()) and value is not None}
     needle = dataclasses.replace(SCALES[args.scale].needle, **given)
     device = start_processes(args.device).device
@@ -127,6 +127,14 @@ def fine_tune(
     metrics.truncate(start)
 
     # 2. The steps.
+    schedule = dataclasses.replace(
+        config,
+        steps=steps,
+        schedule="trapezoid",
+        warmup_steps=steps // 3,
+        cooldown_steps=steps // 3,
+        length_schedule=(),
+    )
     plans = [model.plan(task.length, backend=config.attention_backend) for task in tasks]
     for step in tqdm(range(start, steps), "fine-tuning", initial=start, total=steps, unit="step", disable=None):
         task, plan = tasks[step >= steps // 2], plans[step >= steps // 2]
@@ -140,8 +148,7 @@ def fine_tune(
             for x, y, w in zip(inputs.split(size), targets.split(size), weights.split(size))
         )
         loss, grad_norm = optimizers.reduce(accumulate(losses))
-        factor = lr_factor(step, steps=steps, schedule="trapezoid", warmup_steps=steps // 3, cooldown_steps=steps // 3)
-        optimizers.step(factor, torch.isfinite(loss + grad_norm))
+        optimizers.step(lr_factor(schedule, step), torch.isfinite(loss + grad_norm))
         require(math.isfinite(loss), f"the loss of step {step + 1} is not finite. Train {folder.path.parent} again.")
         metrics.write({"step": step + 1, "train_loss": loss.item()})
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
@@ -149,10 +156,10 @@ def fine_tune(
             save_checkpoint(folder.checkpoints, step + 1, state, keep=1)
 
 
-def add_scores(summary: dict, config: Config, model: GPT, tasks: dict[int, NeedleTask], folder: RunFolder):
+def add_scores(summary: dict, config: Config, model: GPT, tasks: dict, folder: RunFolder):
     """Add the missing scores to the summary: {kind: {length: share}}. Scores of validate_as go into summary["as"].
 
-    summary.json is written after each length, so an interrupted scoring continues.
+    tasks: by length. summary.json is written after each length, so an interrupted scoring continues.
     """
     for name, method in {config.method: None, **alternative_methods(config)}.items():  # all that can run these weights
         shares = summary.setdefault("as", {}).setdefault(name, {}) if method else summary

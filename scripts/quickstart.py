@@ -23,7 +23,7 @@ from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.shared.arguments import Parser, field_changes
 from scripts.shared.looks import plot_styles
 from scripts.shared.runs import copy_gains, data_fingerprint, final_losses, read_runs
-from scripts.shared.states import find_stored, run_state, sidecar
+from scripts.shared.states import run_state, sidecar
 from scripts.shared.tables import markdown_table
 from scripts.sweep.local import train
 
@@ -42,11 +42,11 @@ the loss of their second copy, in nats per token. Columns: tokens between the co
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
+def main():
     # 1. The runs.
     parser = Parser("python -m scripts.quickstart", __doc__)
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of all results (default: runs)")
-    args, field_arguments = parser.parse_known_args(argv)
+    args, field_arguments = parser.parse_known_args()
     start_time, runs_dir = time.monotonic(), args.runs_dir
     fields = field_changes("quickstart", field_arguments) | {"runs_dir": str(runs_dir), "resume": "auto"}
     own = fields.keys() & {"method", "method_options"}
@@ -79,7 +79,7 @@ def make_data(folder: Path) -> float:
     return check_object(copy_rows, f"{folder}: copy_rows", remedy, share=float)["share"]
 
 
-def train_all(runs: dict[str, Run], runs_dir: Path) -> dict[str, dict]:
+def train_all(runs: dict, runs_dir: Path) -> dict:
     """Train the unfinished runs. Return all summaries. Raise ValueError if a finished run read another text."""
     runs_dir.mkdir(parents=True, exist_ok=True)
     data, unfinished, summaries = data_fingerprint(runs["RoPE"].config), [], {}
@@ -90,8 +90,8 @@ def train_all(runs: dict[str, Run], runs_dir: Path) -> dict[str, dict]:
             unfinished.append(run)
     train(unfinished, retries=0)
     for name, run in runs.items():
-        stored = find_stored(run, read_runs(runs_dir), data)
-        if stored is None or stored.summary is None:
+        state, _, stored = run_state(run, read_runs(runs_dir), runs_dir, data)
+        if state != "finished":
             sys.exit(f"error: {run.name} failed. Read {sidecar(runs_dir / run.name, '.log')}.")
         differences = describe_differences(run.config, stored.config, TABLE_FIELDS)
         require(not differences, f"{stored.path} has other fields ({differences}). Name another --runs-dir.")
@@ -99,7 +99,7 @@ def train_all(runs: dict[str, Run], runs_dir: Path) -> dict[str, dict]:
     return summaries
 
 
-def result_table(summaries: dict[str, dict], config: Config) -> str:
+def result_table(summaries: dict, config: Config) -> str:
     """Return one row per method: loss at each length, copy gain of random spans at each gap except the shortest."""
     lengths, gaps = config.val_lengths, config.val_copy_gaps[1:]
     rows = [["method", *(f"loss at {n}" for n in lengths), *(f"copy gain at {gap}" for gap in gaps)]]
@@ -109,7 +109,7 @@ def result_table(summaries: dict[str, dict], config: Config) -> str:
     return markdown_table(rows)
 
 
-def draw(summaries: dict[str, dict], config: Config, path: Path):
+def draw(summaries: dict, config: Config, path: Path):
     """Draw loss against length beside copy gain against the gap."""
     losses, gains = [], []
     for name, summary in summaries.items():

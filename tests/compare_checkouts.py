@@ -62,14 +62,14 @@ for number, case in enumerate(cases):
 """
 
 TEXT = """
-import sys, numpy as np
+import pathlib, sys, numpy as np
 from data.shard_writer import ShardWriter
 tokens = [0]
 rng = np.random.default_rng(0)
 successors = rng.integers(64, size=(64, 3))
 for choice in rng.choice(3, size=4999, p=[0.8, 0.15, 0.05]):
     tokens.append(successors[tokens[-1], choice])
-with ShardWriter(sys.argv[1], "chain", tokenizer="none", vocab_size=64) as writer:
+with ShardWriter(pathlib.Path(sys.argv[1]), "chain", tokenizer="none", vocab_size=64) as writer:
     writer.write("train", tokens[:3000])
     writer.write("val", tokens[3000:])
     writer.close()

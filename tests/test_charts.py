@@ -4,11 +4,10 @@ import pytest
 import wandb
 from commands import python, succeeds
 from matplotlib import image
-from matplotlib.figure import Figure
 from tiny_run import arguments, train_tiny_run
 from wandb_stand_in import StandIn
 
-from runtime.charts import draw_copy_gain, draw_layers, draw_positions, draw_validation
+from runtime.charts import draw_validation, find_panels
 from runtime.metrics import WandbRun, read_metrics
 from train_gpt import main as train
 
@@ -27,13 +26,6 @@ def test_a_validation_has_numbers_and_a_picture(tmp_path):
     assert image.imread(path).shape[:2] == (row["charts"]["height"], row["charts"]["width"])
 
 
-def lines(draw, record):
-    """Return x and y of the lines that a panel draws."""
-    axes = Figure().subplots()
-    draw(axes, record)
-    return [line.get_xydata().tolist() for line in axes.get_lines()]
-
-
 def test_panels_draw_the_numbers_of_the_record():
     record = dict(
         tokens=1000,
@@ -42,14 +34,12 @@ def test_panels_draw_the_numbers_of_the_record():
         max_logit={"0": 3.0, "1": 4.0},
         attention_entropy={"0": 1.0, "1": 2.0},
     )
-    longest = [[1, 5.0], [2, 4.0], [4, 3.5], [8, 3.0]]
-    assert lines(draw_positions, record) == [[[1, 5.0], [2, 4.0], [4, 3.0]], longest]
-    random, text, _ = lines(draw_copy_gain, record)
-    assert random == [[8, 2.0], [64, -1.0]]
-    assert text == [[8, 0.5], [64, 0.25]]
-    largest, entropies = lines(draw_layers, record)
-    assert largest == [[0, 3.0], [1, 4.0]]
-    assert entropies == [[0, 1.0], [1, 2.0]]
+    losses, copies, layers = (list(lines.values()) for lines in find_panels(record).values())
+    shorter, longer = losses
+    assert shorter == {1: 5.0, 2: 4.0, 4: 3.0}
+    assert longer == {1: 5.0, 2: 4.0, 4: 3.5, 8: 3.0}
+    assert copies == [{8: 2.0, 64: -1.0}, {8: 0.5, 64: 0.25}]
+    assert layers == [{0: 3.0, 1: 4.0}, {0: 1.0, 1: 2.0}]
     height, width, colours = draw_validation(record).shape
     assert width > 3 * height and colours == 3
     less = {key: value for key, value in record.items() if key in ("tokens", "val_loss_by_position")}

@@ -4,16 +4,17 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import CPU
-from commands import fails, read_json
+from commands import fails, read_json, succeeds
 from lives import run_ranks
 from numpy.lib.stride_tricks import sliding_window_view as windows
 from test_gpt import make_gpt
 from test_train import one_thread, plain_losses, steps_and_validations, train_here, write_shards  # noqa: F401
+from torch.utils._pytree import tree_flatten
 
 from data.shards import open_split
 from measure.copy_gain import KINDS, SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain, recovery
 from measure.losses import Losses
-from runtime.metrics import flatten
+from runtime.metrics import numbers
 from runtime.processes import World
 from scripts import evaluate
 
@@ -67,7 +68,7 @@ def test_random_spans_follow_the_unigram_frequency(tmp_path):
 
 def test_losses_and_gains_equal_those_of_the_logits(stream):
     model = tiny_model()
-    result = flatten(measure(model, stream))
+    result = measure(model, stream)
     for gap in GAPS:
         for kind, sequences in zip(KINDS, copy_sequences(stream, gap, VOCAB)):
             by_token = plain_losses(model, sequences).numpy()
@@ -79,14 +80,12 @@ def test_losses_and_gains_equal_those_of_the_logits(stream):
                 best = model(torch.from_numpy(sequences)).argmax(dim=-1)[:, -32:-1].numpy()
             expected["copy_accuracy"] = (best == sequences[:, -31:]).mean()
             for name, value in expected.items():
-                assert result[f"{name}/{kind}/{gap}"] == pytest.approx(value, abs=1e-4)
+                assert result[name][kind][str(gap)] == pytest.approx(value, abs=1e-4)
 
 
 def assert_close(result, expected):
-    ours, others = flatten(result), flatten(expected)
-    assert ours.keys() == others.keys()
-    for key, value in others.items():
-        assert ours[key] == pytest.approx(value, abs=1e-5), key
+    (ours, names), (others, expected_names) = tree_flatten(result), tree_flatten(expected)
+    assert names == expected_names and ours == pytest.approx(others, abs=1e-5)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 700, 10**6])
@@ -149,14 +148,14 @@ def test_a_run_measures_it_at_validations_at_all_lengths(run):
     last = measured(validations[-1])
     results = {"copy_loss", "copy_gain", "copy_gain_error", "copy_accuracy"}
     assert last.keys() == results | {"copy_gain_as", "copy_loss_as", "copy_accuracy_as"}
-    assert {"copy_gain/random/64", "copy_gain/text/8", "copy_gain_as/yarn/text/64"} <= flatten(last).keys()
+    assert {"copy_gain/random/64", "copy_gain/text/8", "copy_gain_as/yarn/text/64"} <= numbers(last).keys()
     assert measured(run, "summary.json") == last
     assert validations[0]["copy_gain"]["random"]["8"] == 0  # before the first step all tokens are equally likely
 
 
 def test_evaluate_measures_it_and_keeps_it(run, capsys):
     def call(*gaps):
-        evaluate.main([str(run), "--device", "cpu", *gaps])
+        succeeds(evaluate.main, run, "--device", "cpu", *gaps)
         return measured(run, "evaluation.json")
 
     summary = measured(run, "summary.json")

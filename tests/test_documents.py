@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import assert_near
-from commands import exit_code, read_json
+from commands import exit_code, read_json, succeeds
 from test_gpt import make_random_gpt, random_tokens
 from test_train import plain_losses
 from tiny_run import train_tiny_run
@@ -50,7 +50,7 @@ def test_the_loss_on_these_tokens_is_measured_at_the_end_and_by_evaluate(tmp_pat
     assert 0 < chosen.sum() < chosen.size
     assert summary["val_tokens_own"] == {"240": chosen.sum()}
     assert summary["val_loss_own"]["240"] == pytest.approx(losses.numpy()[chosen].mean(), abs=1e-5)
-    evaluate.main([str(run), "--lengths", "24", "240"])
+    succeeds(evaluate.main, run, "--lengths", 24, 240)
     assert f"{summary['val_loss_own']['240']:.3f} ({chosen.mean():.1%})" in capsys.readouterr().out
 
 

@@ -1,14 +1,13 @@
-"""Exported models: logits, gradients and generation equal ours for every method; the folder's files; push."""
+"""Exported models: logits, gradients and generation equal ours for every method; the folder's files."""
 
 import json
 import shutil
 import sys
-from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
-from commands import exit_code, fails, read_json, refuses, succeeds, write_files
+from commands import fails, read_json, refuses, succeeds, write_files
 from test_decoding import CASES, full_logits, make_model
 from test_gpt import random_tokens
 from test_methods import assert_near
@@ -197,18 +196,6 @@ def test_runs_that_cannot_be_exported_are_refused(run, exported, tmp_path, capsy
     monkeypatch.setitem(sys.modules, "transformers", None)
     fails(capsys, "requirements-extras.txt", command.main, bare)
     assert not (bare / "hf").exists()
-
-
-def test_push_uploads_the_exported_files(run, exported, tmp_path, monkeypatch):
-    api, push = Mock(), ["--push", "me/model", "--private", "--out"]
-    monkeypatch.setattr(command, "HfApi", api)
-    succeeds(command.main, run, *push, tmp_path / "new")  # it is exported first
-    assert exit_code(command.main, [run, *push, run]) == 2  # not an exported model
-    api().create_repo.assert_called_once_with("me/model", private=True, exist_ok=True)
-    uploaded = api().upload_folder.call_args.kwargs
-    assert api().upload_folder.call_count == 1 and uploaded["repo_id"] == "me/model"
-    for path in exported.iterdir():
-        assert (uploaded["folder_path"] / path.name).read_bytes() == path.read_bytes()
 
 
 # ---- the evaluation harness ----

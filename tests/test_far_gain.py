@@ -5,12 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from commands import fails, read_json
+from commands import fails, read_json, succeeds
 from test_copy_gain import VOCAB, assert_close, losses_of, tiny_model
 from test_train import plain_losses, steps_and_validations, train_here, write_shards
 
 from data.shards import open_split
-from measure.far_gain import CLASSES, classify, far_windows, measure_far_gain
+from measure.far_gain import CLASSES, check_windows, classify, far_windows, measure_far_gain
 from scripts import evaluate
 from scripts.shared.runs import with_evaluation
 
@@ -53,7 +53,7 @@ def test_windows_cover_the_text(stream):
     for window, start in zip(windows, (0, 272, 800 - 16 * T)):
         assert (window == stream.read(start, 16 * T)).all()
     with pytest.raises(ValueError, match="1024"):
-        far_windows(stream, 4, T, VOCAB)
+        check_windows(stream, 4, T)
 
 
 def test_gains_equal_those_of_the_logits(stream):
@@ -81,7 +81,7 @@ def test_a_run_measures_it_at_its_end_and_evaluate_again(data, tmp_path, capsys)
     summary = read_json(run / "summary.json")
     assert {*FAR} <= summary.keys() and summary["far_gain_as"]["yarn"].keys() == summary["far_gain"].keys()
 
-    evaluate.main([str(run), "--far", "1", "--device", "cpu"])
+    succeeds(evaluate.main, run, "--far", 1, "--device", "cpu")
     stored = read_json(run / "evaluation.json")
     measured = {key: summary.pop(key) for key in FAR}
     assert_close({key: stored[key] for key in FAR}, measured)

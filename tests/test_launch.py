@@ -14,21 +14,20 @@ from train_gpt import main as train
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
 WHOLE = dict(RANK="1", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="node1", MASTER_PORT="29500")
-WRONG = {  # the variable that the message names: the environment
-    "LOCAL_RANK": dict(RANK="1"),
-    "WORLD_SIZE is not set": dict(RANK="8", LOCAL_RANK="0"),
-    "RANK is not set": dict(WORLD_SIZE="2"),
-    "RANK is not": dict(LOCAL_WORLD_SIZE="2"),
-    "WORLD_SIZE is '-1'": WHOLE | dict(WORLD_SIZE="-1"),
-    "WORLD_SIZE is '0'": WHOLE | dict(WORLD_SIZE="0"),
-    "LOCAL_WORLD_SIZE is '0'": WHOLE | dict(LOCAL_WORLD_SIZE="0"),
-    "RANK is ''": WHOLE | dict(RANK=""),
-    "RANK is 'x'": WHOLE | dict(RANK="x"),
-    "LOCAL_RANK is '²'": WHOLE | dict(LOCAL_RANK="²"),
-    "RANK is 2": WHOLE | dict(RANK="2"),
-    "LOCAL_RANK is 2": WHOLE | dict(LOCAL_RANK="2"),
-    "MASTER_ADDR": {name: text for name, text in WHOLE.items() if name != "MASTER_ADDR"},
-    "MASTER_PORT": WHOLE | dict(MASTER_PORT=""),
+WRONG = {  # what the message names: the environment
+    "{'RANK': '1'}": dict(RANK="1"),
+    "{'RANK': '8', 'LOCAL_RANK': '0'}": dict(RANK="8", LOCAL_RANK="0"),
+    "{'WORLD_SIZE': '2'}": dict(WORLD_SIZE="2"),
+    "{'LOCAL_WORLD_SIZE': '2'}": dict(LOCAL_WORLD_SIZE="2"),
+    "'WORLD_SIZE': '-1'": WHOLE | dict(WORLD_SIZE="-1"),
+    "'WORLD_SIZE': '0'": WHOLE | dict(WORLD_SIZE="0"),
+    "'LOCAL_WORLD_SIZE': '0'": WHOLE | dict(LOCAL_WORLD_SIZE="0"),
+    "'RANK': ''": WHOLE | dict(RANK=""),
+    "'RANK': 'x'": WHOLE | dict(RANK="x"),
+    "'LOCAL_RANK': '²'": WHOLE | dict(LOCAL_RANK="²"),
+    "'RANK': '2'": WHOLE | dict(RANK="2"),
+    "'RANK': '-1'": WHOLE | dict(RANK="-1"),
+    "'LOCAL_RANK': '2'": WHOLE | dict(LOCAL_RANK="2"),
     "srun started 4 tasks": dict(SLURM_STEP_NUM_TASKS="4"),
 }
 
@@ -76,6 +75,12 @@ def test_any_other_set_ends_each_command_in_one_line(named, run, environment, ca
     fails(capsys, named, sweep.main, "taught", "--runs-dir", run.parent)
     fails(capsys, named, train, "quickstart", "--name", "lost", "--runs_dir", run.parent)
     assert sorted(run.parent.rglob("*")) == files
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
+def test_several_processes_need_a_meeting_place(missing, run, environment, capsys):
+    environment(WHOLE | {missing: ""})
+    fails(capsys, missing, evaluate.main, run)
 
 
 def test_a_sweep_is_not_started_by_torchrun(environment, run, capsys):

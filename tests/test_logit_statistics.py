@@ -12,7 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="an extra: pip install -r requirements-extras.txt")
 
 import tokenizers
-from commands import read_json
+from commands import read_json, succeeds
 from scipy.stats import kurtosis, skew
 from test_reproduce import call, is_figure  # noqa: F401 (call is a fixture)
 from tiny_run import train_tiny_run
@@ -118,7 +118,7 @@ def test_scores_of_llama_and_of_its_conversions():
 
 def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, capsys):
     out = tmp_path / "out"
-    logit_statistics.main([*map(str, (folder, "--text", tmp_path / "text.txt", "--out", out))])
+    succeeds(logit_statistics.main, folder, "--text", tmp_path / "text.txt", "--out", out)
     tokens = torch.tensor([[0, *map(WORDS.index, TEXT.split())]])
     statistics = read_json(out / "statistics.json")
     exact = exact_scores(make_model("Gemma2"), tokens)
@@ -141,7 +141,7 @@ def test_a_run_of_ours(tmp_path, monkeypatch):
     run = train_tiny_run(tmp_path, "--method nope,rope+window --num_layers 2 --steps 1 --cooldown_steps 0")
     (tmp_path / "text.txt").write_text("abc hg " * 20)
     monkeypatch.chdir(tmp_path)
-    logit_statistics.main("run --text text.txt --tokens 30".split())
+    succeeds(logit_statistics.main, *"run --text text.txt --tokens 30".split())
     layers = read_json(tmp_path / "runs/logit_statistics/run/statistics.json")["layers"]  # the default folder
     _, model = logit_statistics.load_run(run, torch.device("cpu"))
     tokenizer = load_tokenizer(tmp_path / "data")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import exit_code, fails, read_json
+from commands import exit_code, fails, read_json, succeeds
 from test_train import assert_same_numbers
 from tiny_run import train_tiny_run
 
@@ -196,7 +196,7 @@ def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypa
 def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, options, settings):
     calls = []
     monkeypatch.setattr(needle, "run", lambda *args: calls.append(args[:2]))
-    needle.main(["runs/a", "runs/b", "--device", "cpu", *options.split()])
+    succeeds(needle.main, "runs/a", "runs/b", "--device", "cpu", *options.split())
     assert calls == [(Path("runs/a"), settings), (Path("runs/b"), settings)]
 
 

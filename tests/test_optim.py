@@ -1,6 +1,7 @@
 """Muon against a plain reference, and schedules. test_config.py has the presets' learning rates."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,9 +104,9 @@ def test_compiled_step_does_not_recompile_when_the_learning_rate_changes():
     ("trapezoid", 5, 2, 3, {1: 1}),
 ])
 def test_lr_factor_at_points_computed_by_hand(schedule, steps, warmup, cooldown, factors):
-    ramps = dict(schedule=schedule, warmup_steps=warmup, cooldown_steps=cooldown)
+    config = SimpleNamespace(schedule=schedule, steps=steps, warmup_steps=warmup, cooldown_steps=cooldown)
     for step, factor in factors.items():
-        assert lr_factor(step, steps=steps, **ramps) == pytest.approx(factor, abs=1e-12)
+        assert lr_factor(config, step) == pytest.approx(factor, abs=1e-12)
 
 
 def test_set_lr_of_a_float_reaches_every_group():

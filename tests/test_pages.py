@@ -8,8 +8,8 @@ import pytest
 from commands import ROOT
 
 from errors import UserError
+from results import pages
 from scripts.quickstart import METHODS
-from scripts.reproduce import pages
 from scripts.shared.looks import series_label
 from scripts.shared.runs import read_runs
 

@@ -13,7 +13,7 @@ if WHEEL is None or find_spec("gguf") is None:
 pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
 
 import torch
-from commands import ROOT, exit_code, read_json
+from commands import ROOT, exit_code, read_json, succeeds
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,7 +63,7 @@ def test_rope_gives_the_logits_of_transformers(folder, tokens):
 def test_our_commands_take_the_folder(folder, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    logit_statistics.main([str(folder), *f"--text {text} --tokens 60 --out {tmp_path}".split()])
+    succeeds(logit_statistics.main, folder, "--text", text, "--tokens", 60, "--out", tmp_path)
     layers = read_json(tmp_path / "statistics.json")["layers"]
     assert [len(layer["heads"]) for layer in layers] == [9] * 60  # of 30 layers, without and with rotation
     prepare([text], tmp_path / "data", str(folder), val_fraction=0.2)

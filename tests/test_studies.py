@@ -15,10 +15,10 @@ from model.methods.names import canonical_name
 from model.methods.options import check_options
 from results.far.study import time_to_copy
 from results.mini.study import RIVALS
+from results.pages import open_study
 from results.paired import PairedTests
 from scripts.reproduce.__main__ import read_sections
 from scripts.reproduce.comparisons import describe_variances, difference_cell, differences, holm
-from scripts.reproduce.pages import open_study
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.looks import series_label, series_name

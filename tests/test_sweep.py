@@ -1,4 +1,4 @@
-"""The sweep runner on real runs of a tiny model: states, kills and resumes, failures, clusters."""
+"""The sweep runner on real runs of a tiny model: states, kills and resumes, failures."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -38,7 +37,6 @@ from scripts.shared.states import failures, sidecar
 from scripts.shared.sweeps import sweep
 from scripts.sweep import __main__ as sweep_command
 from scripts.sweep import local
-from scripts.sweep.cluster import Job
 
 SLOW_FIXTURES = ("finished",)
 
@@ -194,7 +192,7 @@ def test_failed_runs_are_tried_again_users_errors_are_not_and_the_others_finish(
     monkeypatch.setattr(local, "ROOT", tmp_path)
     outcomes = ("broken", "refused", "fine")
     runs = [Run("mini", dict(name=name, runs_dir=str(tmp_path), device="cpu")) for name in outcomes]
-    local.train(runs, at_once=1, retries=1, signals=())
+    local.train(runs, at_once=1, retries=1)
     broken, refused, fine = (failures(tmp_path / name) for name in outcomes)
     assert len(broken) == 2 and all(re.search(r"code 1\b.*RuntimeError: broken$", line) for line in broken)
     assert len(refused) == 1 and re.search(r"code 2\b.*RuntimeError: refused$", refused[0])
@@ -285,58 +283,6 @@ def test_c4_is_fetched_once_before_anything_is_trained(data, tmp_path, monkeypat
     assert calls == ["train", "val", 2]
 
 
-# ---- clusters --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_preempted_job_is_queued_again_and_resumes(data, finished, tmp_path, monkeypatch):
-    """submitit's local executor takes Slurm's place."""
-    import submitit
-
-    wish = run(more=f"--data_dir {data} --runs_dir {tmp_path} --resume auto")
-    site = write_files(tmp_path / "site", {"empty": ""})
-    monkeypatch.setenv(*holding(site).popitem())
-    executor = submitit.AutoExecutor(tmp_path / "submitit" / "%j", cluster="local")
-    executor.update_parameters(timeout_min=10)
-    job = executor.submit(Job(wish, 1, 0))
-    pid = trainer(wish.path)
-    parent = re.search(r"PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]
-    os.kill(int(parent), signal.SIGUSR2)  # what submitit has Slurm send before it takes the machine away
-    wait_for(lambda: not is_alive(pid))
-    (site / "sitecustomize.py").unlink()  # lets training go on
-    wait_for(job.done)
-    assert_same_weights(wish.path, finished[0] / wish.path.name)
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    """Return a folder of programs in Slurm's place. Job numbers count up from 71; sacct prints the file `states`."""
-    programs = tmp_path / "slurm"
-    number = f"$((70 + $(wc -l < {programs}/jobs)))"
-    submit = f"cat $1 >> {programs}/scripts; echo x >> {programs}/jobs; echo Submitted batch job {number}"
-    for name, lines in dict(srun="exit 1", sbatch=submit, sacct=f"cat {programs}/states").items():
-        write_files(programs, {name: f"#!/bin/sh\n{lines}\n"})
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    return programs
-
-
-def test_queued_slurm_jobs_are_not_submitted_twice(slurm, data, tmp_path, capsys):
-    runs = tmp_path / "runs"
-    argv = [*options(data, runs, "rope alibi"), "--slurm", "partition=big", "time=77"]
-
-    def jobs():
-        return [(runs / f"{run(method).name}.job").read_text() for method in ("rope", "alibi")]
-
-    assert here(*argv) == 0 and jobs() == ["71", "72"]
-    batch = (slurm / "scripts").read_text()
-    for line in ("partition=big", "time=77", "gpus-per-node=1"):
-        assert batch.count(f"#SBATCH --{line}\n") == 2
-    (slurm / "states").write_text("JobID|State|NodeList\n71|PENDING|\n72|CANCELLED|\n")
-    assert dry_run(capsys, argv) == dict(rope=("queued", "job 71"), alibi=("missing", ""))
-    assert here(*argv) == 0 and jobs() == ["71", "73"]
-
-
 # ---- devices and the command line ------------------------------------------------------------------------------------
 
 
@@ -373,10 +319,7 @@ def test_runs_get_gpus_or_share_the_cores(monkeypatch, gpus, visible, at_once, g
     all --needle step=3                 | 'step'
     all --needle haystack=shard         | 'shard'
     table_losses --needle steps=3       | --needle
-    table_losses --slurm time=24:00:00  | 24:00:00
-    table_losses --slurm                | srun
 """)
-def test_wrong_arguments_are_one_line_and_train_nothing(tmp_path, capsys, monkeypatch, argv, named):
-    monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
+def test_wrong_arguments_are_one_line_and_train_nothing(tmp_path, capsys, argv, named):
     fails(capsys, named, sweep_command.main, *argv.split(), "--runs-dir", tmp_path / "runs")
     assert not list(tmp_path.glob("runs/*.log"))

@@ -20,7 +20,7 @@ from scripts.shared.sweeps import all_sweeps, sweep
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_arguments_of_every_run_give_its_config_back(scale):
-    for run in sweep("all", scale, seeds=[1], changes=dict(tags=("a", "b"), val_lengths=(64, 256))):
+    for run in sweep("all", scale, seeds=[1], changes=dict(group="a", val_lengths=(64, 256))):
         assert read_run(run.arguments) == run.config
 
 

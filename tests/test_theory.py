@@ -48,14 +48,15 @@ def test_statistics_are_the_definitions(length):
 def test_iid_entropy_follows_the_papers_formulas(tau):
     length, draws = 130, 7
     rows = theory.iid_entropy([length], draws, 5, logn_scale=0.55, tau=tau)
-    rows = {(row["scheme"], row["length"], row["quantity"]): row for row in rows}
+    rows = {(row["method"], row["length"], row["quantity"]): row for row in rows}
     scores = random(draws, length, seed=5)
-    logits = dict(none=scores, logn=0.55 * math.log(length) * scores, scale_invariant=scale_invariant(scores, tau))
-    for scheme, each in logits.items():
+    logits = dict(p_rope=scores, logn_p_rope=0.55 * math.log(length) * scores)
+    logits["scale_invariant_p_rope"] = scale_invariant(scores, tau)
+    for method, each in logits.items():
         statistics = [*map(literal_statistics, each)]
         for quantity in statistics[0]:
             values = [one[quantity] for one in statistics]
-            row = rows.pop((scheme, length, quantity))
+            row = rows.pop((method, length, quantity))
             found = [row["mean"], row["stderr"], row["seeds"]]
             assert found == pytest.approx([np.mean(values), stats.sem(values), draws], rel=1e-10)
     assert not rows

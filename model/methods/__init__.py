@@ -8,7 +8,6 @@ import warnings
 
 from model.methods.alibi import ALiBi
 from model.methods.bam import BAM
-from model.methods.base import Mechanism
 from model.methods.fire import FIRE
 from model.methods.forgetting import Forgetting
 from model.methods.gate import SigmoidGate
@@ -35,7 +34,7 @@ from model.methods.yarn import YaRN
 # `python -m model.methods.scale_invariant` runs a file that this file has imported. runpy warns of that.
 warnings.filterwarnings("ignore", "'model.methods", RuntimeWarning, "runpy")
 
-MECHANISMS: dict[str, type[Mechanism]] = {
+MECHANISMS = {
     "rope": RoPE,
     "p_rope": PRoPE,
     "ntk": NTK,

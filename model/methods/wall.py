@@ -47,12 +47,15 @@ def decayed_products(q: Tensor, k: Tensor, log_f: Tensor) -> Tensor:
     Products of f over thousands of tokens underflow, and their inverses overflow. So no product is inverted: the key
     decays up to a token between key and query, and the query decays from there on.
     """
-    first = k.shape[2] - q.shape[2]  # position of the first query
-    log_decay = log_f[:, :, first + 1 :].cumsum(dim=2)
+    queries = q.shape[2]
+    first = k.shape[2] - queries  # position of the first query
+    earlier_k, own_k = k.split([first, queries], dim=2)
+    log_f_before, log_f_after = log_f[:, :, 1:].split([first, queries - 1], dim=2)
+    log_decay = log_f_after.cumsum(dim=2)
     log_decay = F.pad(log_decay, (0, 0, 1, 0))  # from the first query, (B, H, Tq, D)
-    before = products_with_earlier_keys(q, k[:, :, :first], log_decay, log_f[:, :, 1 : first + 1])
-    after = products_among_queries(upcast(q), upcast(k[:, :, first:]), log_decay)
-    return torch.cat((upcast(before), after), dim=-1)
+    before = products_with_earlier_keys(q, earlier_k, log_decay, log_f_before)
+    among = products_among_queries(upcast(q), upcast(own_k), log_decay)
+    return torch.cat((upcast(before), among), dim=-1)
 
 
 def products_with_earlier_keys(q: Tensor, k: Tensor, log_decay: Tensor, log_f: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Our studies with the paper's presets: tau by training length, heads that learn, newer methods, needles.
+"""Our studies with the paper's presets: choices that it leaves open, tau, heads that learn, newer methods, needles.
 
 The sweeps are for every scale. The kept runs are of scale mini: runs.jsonl, and ../prose/runs.jsonl on books.
 """
@@ -35,6 +35,18 @@ pope+scale_invariant,pope+window,pope+window,pope+window fire stick_breaking sti
 """.split()
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+def open_runs(scale: Scale) -> list[Run]:
+    """Return runs for each choice that the paper leaves open, and runs with a_t alone and m_t alone."""
+    length, tau = preset(scale.base).train_length, tau_option(scale.scaled_tau)
+    cases = [("rope", {}), ("yarn", {"stretch": 1.0})]  # YaRN without its scaling is RoPE
+    cases += [("p_rope", {}), *(("p_rope", {"form": "barbero"} | share) for share in ({}, {"share": 0.75}))]
+    cases += [("logn_p_rope", {}), ("logn_p_rope", {"context": "length"})]
+    cases += [("alibi", {}), ("alibi", {"slopes": "geometric"})]
+    cases += [("infini_rope", {}), *(("infini_rope", {"segment_length": length // n}) for n in (8, 2))]
+    cases += [(SI, tau), (SI, tau | {"terms": "a"}), (SI, tau | {"terms": "m"})]
+    return forms(scale.base, cases, scale.once)
 
 
 def tau_runs(scale: Scale) -> list[Run]:
@@ -80,12 +92,25 @@ def needle_runs(scale: Scale) -> list[Run]:
 
 
 SWEEPS = dict(
+    open_choices=open_runs,
     tau_by_length=tau_runs,
     scale_invariant_by_head=head_runs,
     table_rivals=rival_runs,
     needle_rivals=with_needle(rival_runs),
     needle_tau=with_needle(needle_runs),
 )
+
+# ---- what the paper leaves open --------------------------------------------------------------------------------------
+
+
+def open_choices(study: Study) -> str:
+    text = (
+        "Choices that the paper leaves open, each beside ours: YaRN without scaling (equal to RoPE), p-RoPE in "
+        "Barbero's form, LogN of the context length instead of the query's position, ALiBi's slopes in "
+        "FlexAttention's form, shorter and longer segments, scale-invariant attention with a_t or m_t alone."
+    )
+    return f"{text}\n\n{table_losses(study)}"
+
 
 # ---- tau by training length ------------------------------------------------------------------------------------------
 
@@ -190,6 +215,7 @@ def needle_rivals(study: Study) -> str:
 
 
 ITEMS = dict(
+    open_choices=open_choices,
     tau_by_length=tau_by_length,
     scale_invariant_by_head=scale_invariant_by_head,
     table_rivals=table_rivals,

@@ -12,7 +12,7 @@ from scripts.bench import attention, step
 from scripts.shared.arguments import Parser
 
 
-def main(argv: list[str] | None = None):
+def main():
     parser = Parser("python -m scripts.bench", __doc__)
     commands = parser.add_subparsers(metavar="attention | step", required=True)
     for name, module in {"attention": attention, "step": step}.items():
@@ -20,8 +20,10 @@ def main(argv: list[str] | None = None):
         module.add_arguments(command)
         command.set_defaults(run=module.run)
         command.add_argument("--rounds", type=int, default=7, help="rounds of measurement (default: 7)")
-        command.add_argument("--out", type=Path, metavar="FOLDER", help="also write FOLDER/DEVICE_....md and .json")
-    args, args.fields = parser.parse_known_args(argv)
+        command.add_argument(
+            "--out", type=Path, metavar="FOLDER", help="also write FOLDER/cuda_... or cpu_....md and .json"
+        )
+    args, args.fields = parser.parse_known_args()
     if args.fields and args.run is attention.run:
         parser.error(f"unrecognized arguments: {' '.join(args.fields)}")
     with exit_on_user_error():

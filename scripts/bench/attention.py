@@ -17,7 +17,6 @@ pass only.
 import argparse
 import functools
 import statistics
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -181,7 +180,7 @@ def check_variant(variant: Variant, device: torch.device, dtype: torch.dtype) ->
     return f"refused: {problem}" if problem else f"passed: {result}"
 
 
-def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[], object]]:
+def make_passes(variant: Variant, inputs: list[Tensor]) -> dict:
     """Return warmed-up functions to time: "forward", and "both" (forward and backward pass) if there are both."""
     backend, method = variant
     *qkv, dout = inputs
@@ -198,7 +197,7 @@ def make_passes(variant: Variant, inputs: list[Tensor]) -> dict[str, Callable[[]
     return passes
 
 
-def time_length(report: protocol.Report, variants: dict[str, Variant], inputs: list[Tensor], rounds: int):
+def time_length(report: protocol.Report, variants: dict, inputs: list[Tensor], rounds: int):
     """Time both passes of each variant on these inputs, and report them."""
     # 1. Compile the variants for this length.
     batch, heads, length, head_dim = inputs[0].shape

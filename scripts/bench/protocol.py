@@ -6,7 +6,6 @@ twice in each round, and the ratio of its two times (the A/A row) shows the nois
 """
 
 import platform
-import re
 import shlex
 import sys
 import time
@@ -26,7 +25,7 @@ from scripts.shared.tables import markdown_table
 ROUND_SECONDS = 0.5  # target for the time of a variant in a round
 
 
-def time_calls(call: Callable[[], object], count: int, device: torch.device) -> float:
+def time_calls(call: Callable, count: int, device: torch.device) -> float:
     """Return the mean seconds of a call over `count` calls."""
     wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
     wait()
@@ -37,7 +36,7 @@ def time_calls(call: Callable[[], object], count: int, device: torch.device) -> 
     return (time.perf_counter() - began) / count
 
 
-def measure(timers: dict[str, Callable[[int], float]], rounds: int) -> dict[str, list[float]]:
+def measure(timers: dict, rounds: int) -> dict:
     """Return the mean seconds of a call by variant, one number a round. The first variant is measured twice.
 
     timers: functions that take a number of calls and return the mean seconds of a call.
@@ -52,7 +51,7 @@ def measure(timers: dict[str, Callable[[int], float]], rounds: int) -> dict[str,
     return times
 
 
-def build_variants(makers: dict[str, Callable]) -> tuple[dict, dict[str, str]]:
+def build_variants(makers: dict) -> tuple[dict, dict]:
     """Return the results of `makers` by variant, and the problems of the variants that fail."""
     results, problems = {}, {}
     for name, make in makers.items():
@@ -80,11 +79,10 @@ def describe_machine(device: torch.device) -> str:
 
 
 class Report:
-    """Prints a page part by part, and records all numbers. With a folder, writes <device>_<name>.md and .json there."""
+    """Prints a page part by part, and records all numbers. With a folder, writes cuda_NAME.md and .json there."""
 
     def __init__(self, folder: Path | None, name: str, device: torch.device):
-        short_device = device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else "cpu"
-        self.path = folder and folder / (re.sub(r"\W+", "_", short_device.lower()) + f"_{name}")
+        self.path = folder and folder / f"{device.type}_{name}"
         command = shlex.join(["python", "-m", "scripts.bench", *sys.argv[1:]])
         commit = git_commit(Path(__file__).parent) or "unknown"
         self.text, self.record = "", {"command": command, "commit": commit, "machine": describe_machine(device)}
@@ -93,8 +91,8 @@ class Report:
     def add(
         self,
         text: str,
-        rows: list[list[str]] | None = None,
-        problems: dict[str, str] | None = None,
+        rows: list | None = None,
+        problems: dict | None = None,
     ):
         """Add a text, then a table, then a list. problems: a problem or another result by variant."""
         text += f"\n\n{markdown_table(rows)}" if rows else ""

@@ -68,7 +68,7 @@ def read_variant(preset: str, fields: list[str], name: str) -> Config:
     return read_run(arguments)
 
 
-def gate(trainers: dict[str, Trainer], steps: int) -> dict[str, str]:
+def gate(trainers: dict, steps: int) -> dict:
     """Return the problems of variants that differ from the first variant of the same model in gradients or losses."""
     firsts, problems = {}, {}
     for name, trainer in trainers.items():
@@ -88,7 +88,7 @@ def gate(trainers: dict[str, Trainer], steps: int) -> dict[str, str]:
     return problems
 
 
-def add_times(report: protocol.Report, trainers: dict[str, Trainer], times: dict[str, list[float]]):
+def add_times(report: protocol.Report, trainers: dict, times: dict):
     """Report time, tokens a second, share of the peak FLOP/s, and memory."""
     baseline, first = next(iter(trainers.items()))
     peak = peak_flops(first.world.device, first.dtype)

@@ -65,7 +65,7 @@ class Shared:
         return self.plans[key]
 
 
-def unrotated(config, device=None, seq_len=None, layer_type=None) -> tuple[Tensor, float]:
+def unrotated(config, device=None, seq_len=None, layer_type=None) -> tuple:
     """Return zero frequencies, (D/2,), and the factor 1, so that transformers' rotation changes nothing."""
     return torch.zeros(config.head_dim // 2, device=device), 1.0
 
@@ -83,7 +83,7 @@ def find_position(*, q_offset, attention_mask=None, allow_is_causal_skip=True, *
 
 def attend_with_method(
     layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: int, **unused
-) -> tuple[Tensor, None]:
+) -> tuple:
     """Return the attention of a layer by its method, (B, Tq, H, D), with the interface of transformers.
 
     query (B, H, Tq, D); key, value (B, H / groups, Tk, D), unrotated; attention_mask: the result of find_position.

@@ -39,8 +39,6 @@ def read_config(name: str | Path):
     transformers = import_transformers()
     gguf = Path(name).suffix == ".gguf"
     require(not gguf, f"{name} is a GGUF file. Make a folder of it, as docs/huggingface.md shows.")
-    possible = Path(name).is_dir() or len(Path(name).parts) <= 2  # USER/MODEL
-    require(possible, f"{name} is neither a folder nor a name on the hub. Correct the path.")
     fields, _ = transformers.PreTrainedConfig.get_config_dict(str(name))
     family = "llama" if RECORD in fields else fields.get("model_type")
     require(family in FAMILIES, f"{name} is a model of type {family}. Use a model of type {' or '.join(FAMILIES)}.")

@@ -135,7 +135,7 @@ class LayerCache:
     def __init__(self, cache: DynamicCache, layer: int, method: Method, plan: LayerPlan):
         self.cache, self.layer, self.method, self.plan = cache, layer, method, plan
 
-    def append(self, rotated_k: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Tensor | None, ...]:
+    def append(self, rotated_k: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple:
         """Add new tokens, (B, H, T, ...), and return the same of all tokens so far.
 
         If the cache has rotated keys, both keys are these.

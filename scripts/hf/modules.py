@@ -26,7 +26,7 @@ def flat_name(module: str) -> str:
     return module.removeprefix("scripts.hf.").removeprefix("model.").replace(".", "_")
 
 
-def rewrite(source: str) -> tuple[str, set[str]]:
+def rewrite(source: str) -> tuple:
     """Return a module's source with relative imports, and the names of the repository's modules that it imports."""
     lines, needed = source.splitlines(), set()
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom | ast.Import)]
@@ -47,7 +47,7 @@ def rewrite(source: str) -> tuple[str, set[str]]:
     return "\n".join(lines) + "\n", needed
 
 
-def export_modules(first: str) -> dict[str, str]:
+def export_modules(first: str) -> dict:
     """Return the source of a module and of all repository modules that it needs, by file name."""
     found, missing = {}, {first}
     while missing:

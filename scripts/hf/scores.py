@@ -11,9 +11,7 @@ from scripts.hf.convert import attention_layers
 
 
 @torch.no_grad()
-def layer_scores(
-    model: nn.Module, tokens: Tensor, max_pairs: int, calibrate: bool = False
-) -> list[tuple[int, bool, Tensor]]:
+def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int, calibrate: bool = False) -> list[tuple]:
     """Return entries (layer, rotated, scores) of the model on tokens (B, T). scores: (H, pairs) float64 on the CPU.
 
     The scores are scale q.k of the pairs of score_pairs, without a soft cap or LogN's factor. Each layer has an entry

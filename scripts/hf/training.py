@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from model.attention.plan import Plan
 from model.loss import mean_loss, token_losses
 
 
@@ -23,14 +24,14 @@ class WithLoss(nn.Module):
     def head(self) -> Tensor:
         return self.model.lm_head.weight  # (V, C)
 
-    def plan(self, length: int, **options) -> None:
-        return None
+    def plan(self, length: int, **options) -> Plan:
+        return Plan(())
 
     def forward(
         self,
         inputs: Tensor,
         targets: Tensor | None = None,
-        plan: None = None,
+        plan: Plan | None = None,
         per_token: bool = False,
         last: int = 1,
     ) -> Tensor:
@@ -49,7 +50,7 @@ class WithLoss(nn.Module):
         return mean_loss(x, self.head, targets.flatten())
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(torch.optim.AdamW):
     """AdamW that computes in float32 and rounds bfloat16 weights and moments stochastically.
 
     Near 1, bfloat16 numbers are 4e-3 apart, so rounding to nearest would lose an update of 2e-5. Stochastic rounding is
@@ -59,9 +60,6 @@ class AdamW(torch.optim.Optimizer):
     """
 
     found_inf: Tensor | None = None
-
-    def __init__(self, params, lr: float = 2e-5, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self):

@@ -16,7 +16,6 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -44,25 +43,24 @@ PAPER_ITEMS = dict(
     figure_sublog_unscaled=figures.figure_sublog,
     **dict.fromkeys(figures.CURVES, figures.curve_figure),
     figure_qq=logits.figure_qq,
-    open_choices=tables.open_choices,
 )
 
 
-def all_items() -> dict[str, Callable[[Study], str]]:
+def all_items() -> dict:  # functions from a Study to Markdown
     return with_studies(PAPER_ITEMS, "ITEMS")
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
+def main():
     # 1. The arguments.
-    argv = sys.argv[1:] if argv is None else argv
+    argv = sys.argv[1:]
     items = all_items()
     parser = Parser("python -m scripts.reproduce", f"{__doc__}\nItems: all, {', '.join(items)}.")
     parser.add_argument("item", metavar="ITEM", choices=["all", *items])
     out_help = "folder of the page and the figures (default: of the study, or results/SCALE)"
     parser.add_argument("--out", type=Path, help=out_help)
     add_run_options(parser, runs_dir=None)
-    args, fields = parser.parse_known_args(argv)
+    args, fields = parser.parse_known_args()
     scale, study_name = home_of(args.item)
     args.scale = args.scale or scale or "paper"
     args.out = args.out or Path("results") / (study_name if scale == args.scale else args.scale)
@@ -104,13 +102,13 @@ def main(argv: list[str] | None = None):
             outcome = f"failed: {error}"  # go on with the other items
         print(f"{item}: {outcome}" if args.item == "all" else f"{text}\n{outcome}", flush=True)
         outcomes.append(outcome)
-    sys.exit(0 if all(outcome.startswith("complete") for outcome in outcomes) else 1)
+    sys.exit(int(not all(outcome.startswith("complete") for outcome in outcomes)))
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def make_item(study: Study, command: str) -> tuple[str, str]:
+def make_item(study: Study, command: str) -> tuple:
     """Make an item: its section of OUT/tables.md and its figures. Return the section and a line about the outcome.
 
     If no run is finished, nothing is written. command: makes the item.
@@ -134,14 +132,14 @@ def sweep_command(command: str) -> str:
     return re.sub(r" --out[= ]\S+", "", command).replace("scripts.reproduce", "scripts.sweep", 1)
 
 
-def read_sections(page: Path) -> dict[str, str]:
+def read_sections(page: Path) -> dict:
     """Return the sections of a page by item."""
     text = page.read_text() if page.exists() else ""
     parts = re.split(r"^## (\w+)\n", text, flags=re.MULTILINE)[1:]
     return {item: f"## {item}\n{section.rstrip()}\n" for item, section in zip(parts[::2], parts[1::2])}
 
 
-def make_page(sections: dict[str, str]) -> str:
+def make_page(sections: dict) -> str:
     """Return the page of these sections, in the order of all_items. Sections of removed items come last."""
     present = [item for item in dict.fromkeys([*all_items(), *sections]) if item in sections]
     links = ", ".join(f"[{item}](#{item})" for item in present)

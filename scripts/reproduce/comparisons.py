@@ -94,7 +94,7 @@ def common_variance(losses: dict, length: int, not_trained: Collection[str]) -> 
     return CommonVariance(squares / freedom if freedom else math.nan, freedom, p)
 
 
-def t_test(a: list[float], b: list[float], common: CommonVariance) -> tuple[float | None, float | None]:
+def t_test(a: list, b: list, common: CommonVariance) -> tuple:
     """Return the standard error of the difference of the means, and the two-sided p-value.
 
     Student's t-test is used where the common variance holds, Welch's t-test otherwise. None, None: too few values.
@@ -134,7 +134,7 @@ def describe_variances(losses: dict, lengths: list[int], not_trained: Collection
     return " ".join(sentences)
 
 
-def holm(ps: list[float]) -> list[float]:
+def holm(ps: list) -> list:
     """Return the p-values after Holm's step-down correction for multiple tests, in the same order."""
     corrected, largest = [1.0] * len(ps), 0.0
     for rank, i in enumerate(np.argsort(ps, kind="stable")):  # the smallest first

@@ -98,7 +98,7 @@ def curve_lines(rows: list[dict], looks: dict) -> list[Line]:
     return lines + [line._replace(errors=()) for line in partial]
 
 
-def limits(rows: list[dict], zoomed: int) -> dict[str, tuple[float, float]]:
+def limits(rows: list[dict], zoomed: int) -> dict:
     """Return limits of the axes. The high losses of the first fifth of the steps would hide the rest, so y leaves them
     out. zoomed: show the last fifth of the steps, and the half of the series with the lowest final losses."""
     rows = [row for row in rows if math.isfinite(row["mean"])]
@@ -135,7 +135,7 @@ def validation_curves(study: Study) -> list[dict]:
     return summarise(complete, "series", "train_length", "val_length", "step", "val_tokens")
 
 
-def validation_curve(stored: StoredRun, method: str | None) -> dict[int, dict]:
+def validation_curve(stored: StoredRun, method: str | None) -> dict:
     """Return a run's losses by validation length, then by step and tokens. method: as in Study.series."""
     curve = collections.defaultdict(dict)
     for record in stored.validations():
@@ -147,10 +147,10 @@ def validation_curve(stored: StoredRun, method: str | None) -> dict[int, dict]:
 
 # ---- theory and trained models ---------------------------------------------------------------------------------------
 
-SCHEMES = {  # of figure_entropy: the trained method, which also gives the colour, and the name in the legend
-    "none": ("p_rope", "no scaling"),
-    "logn": ("logn_p_rope", "LogN"),
-    "scale_invariant": ("scale_invariant_p_rope", "scale-invariant"),
+SCALINGS = {  # of figure_entropy: names in the legend, by method
+    "p_rope": "no scaling",
+    "logn_p_rope": "LogN",
+    "scale_invariant_p_rope": "scale-invariant",
 }
 RANGE_STYLES = ("-", "--", ":")
 
@@ -176,12 +176,11 @@ def figure_entropy(study: Study) -> str:
 
 def entropy_panels(source: str, rows: list[dict]) -> list[Panel]:
     """Return three panels against the context length: entropy, entropy in ranges of distances, local attention."""
-    styles = plot_styles([method for method, _ in SCHEMES.values()])
-    looks = {scheme: styles[method] | {"label": label} for scheme, (method, label) in SCHEMES.items()}
+    looks = {method: look | {"label": SCALINGS[method]} for method, look in plot_styles(SCALINGS).items()}
 
     def lines(quantity: str, **changes) -> list[Line]:
         shown = [row for row in rows if row["quantity"] == quantity]
-        return row_lines(shown, "scheme", "length", {scheme: look | changes for scheme, look in looks.items()})
+        return row_lines(shown, "method", "length", {method: look | changes for method, look in looks.items()})
 
     ranged = []
     for (start, stop), style in zip(theory.RANGES, RANGE_STYLES):
@@ -195,13 +194,12 @@ def entropy_panels(source: str, rows: list[dict]) -> list[Panel]:
 
 
 def trained_entropy(study: Study, lengths: list[int]) -> list[dict]:
-    """Return attention_statistics of trained models, one row per scheme, length and quantity."""
-    schemes = {method: scheme for scheme, (method, _) in SCHEMES.items()}
+    """Return attention_statistics of trained models, one row per method, length and quantity."""
     samples = collections.defaultdict(list)  # one value per window and seed
     for config, model, windows in logits.trained_models(study, WINDOWS, lengths[-1]):
         for (length, quantity), values in logits.attention_profile(model, windows, lengths).items():
-            samples[schemes[config.method], length, quantity] += values
-    return summarise(samples, "scheme", "length", "quantity")
+            samples[config.method, length, quantity] += values
+    return summarise(samples, "method", "length", "quantity")
 
 
 def figure_sublog(study: Study) -> str:

@@ -17,7 +17,6 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from configs.config import Config
 from data.shards import TokenStream
 from errors import require
 from model.attention.attend import rotate_and_scale
@@ -51,7 +50,7 @@ def validation_windows(stream: TokenStream, count: int, length: int, device="cpu
     return torch.from_numpy(windows.astype("int64")).to(device)
 
 
-def trained_models(study: Study, count: int, length: int) -> Iterator[tuple[Config, GPT, Tensor]]:
+def trained_models(study: Study, count: int, length: int) -> Iterator[tuple]:
     """Yield configuration, model and validation_windows of each finished run. Runs without weights or text are dropped
     from the study."""
     for run, stored in list(study.finished):
@@ -82,7 +81,7 @@ def last_query_logits(method: Method, plan: LayerPlan, x: Tensor, q: Tensor, k: 
 
 
 @torch.inference_mode()
-def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> dict[tuple[int, str], list[float]]:
+def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> dict:
     """Return theory.attention_statistics of a model in contexts of these lengths (tokens).
 
     tokens (windows, T). The query is the last token of a window. It sees the last `length` tokens, so all lengths have
@@ -103,7 +102,7 @@ def attention_profile(model: GPT, tokens: Tensor, lengths: list[int]) -> dict[tu
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
-def moments(scores: np.ndarray) -> dict[str, float]:
+def moments(scores: np.ndarray) -> dict:
     """Return mean, std, skewness, excess kurtosis and Kolmogorov-Smirnov distance (ks) of scores (N,).
 
     ks compares with the Gaussian of the same mean and std. For Gaussian scores and N -> inf, the last three are 0.
@@ -114,7 +113,7 @@ def moments(scores: np.ndarray) -> dict[str, float]:
     return dict(zip(MOMENTS, numbers))
 
 
-def qq_points(scores: np.ndarray, n: int = 200) -> dict[str, list[float]]:
+def qq_points(scores: np.ndarray, n: int = 200) -> dict:
     """Return quantiles at probabilities (i - 1/2)/n, i = 1..n, of scores (N,) and of the Gaussian with equal mean and
     standard deviation."""
     probabilities = (np.arange(n) + 0.5) / n
@@ -131,7 +130,7 @@ def describe_scores(scores: Tensor, *, layer: int, rotated: bool) -> dict:
     return {"layer": layer, "rotated": rotated, "heads": heads, "all": moments(pooled), "qq": qq_points(pooled)}
 
 
-def moments_table(models: dict[str, list[dict]]) -> str:
+def moments_table(models: dict) -> str:
     """Return a table with the moments of each layer, over all heads. models: describe_scores of each layer, by name."""
     table = [["model", "layer", "form", "mean", "std", "skewness", "excess kurtosis", "KS distance"]]
     for name, layers in models.items():

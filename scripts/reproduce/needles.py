@@ -43,7 +43,7 @@ def table_needle(study: Study) -> str:
     return text + "\n\n" + make_table(study, accuracy, lengths, best=max)
 
 
-def distance_section(study: Study, distances: dict[tuple[str, int, int], list[int]]) -> list[str]:
+def distance_section(study: Study, distances: dict) -> list[str]:
     """Draw the needles found against their distance from the response. Return a section with the counts.
 
     distances: {(series, length, least distance): [needles found, all needles]}.

@@ -30,8 +30,8 @@ class Study:
         out: Path,
         stored_runs: list[StoredRun],
         *,
-        methods: list[str] | None = None,
-        seeds: list[int] | None = None,
+        methods: list | None = None,
+        seeds: list | None = None,
         changes: dict = {},
         needle: dict = {},
         runs_dir: Path = Path("runs"),
@@ -45,10 +45,10 @@ class Study:
         planned = {config_hash(run.config) for run in self.runs}
         texts = collections.Counter(stored.text for stored in stored_runs if stored.identity in planned)
         self.stored_runs = sorted(stored_runs, key=lambda stored: -texts[stored.text])  # the commonest text comes first
-        self.finished: list[tuple[Run, StoredRun]] = []
-        self.missing: list[tuple[str, str]] = []  # (name of a run or model, reason)
-        self.notes: list[str] = []
-        self.sections: list[str] = []  # further parts of the page, after the notes
+        self.finished = []  # (Run, StoredRun)
+        self.missing = []  # (name of a run or model, reason)
+        self.notes = []
+        self.sections = []  # further parts of the page, after the notes
         self.trained_method_only = False  # leave out the other methods with which the weights of a run are validated
         self.computed = False  # the item is computed or measured on this machine, not a function of the stored runs
         if not seeds:
@@ -72,7 +72,7 @@ class Study:
         """Return a length with its multiple of the training length, such as "1024 (4x)"."""
         return f"{length} ({length / self.base_length:g}x)"
 
-    def series(self, run: Run) -> dict[str, str | None]:
+    def series(self, run: Run) -> dict:
         """Return the series of a run: {label: method with which the weights are validated}.
 
         None stands for the trained method.
@@ -82,7 +82,7 @@ class Study:
         chosen = shown.keys() & self.methods if self.methods else shown
         return {series_label(run.config, name): method for name, method in shown.items() if name in chosen}
 
-    def by_seed(self, read: Callable[[dict, str | None], dict]) -> dict[tuple, BySeed]:
+    def by_seed(self, read: Callable) -> dict:
         """Return numbers of the finished runs: {(series, key): BySeed}.
 
         read: a function from a summary and a method (see `series`) to {key: number}.
@@ -140,7 +140,7 @@ def text_identity(stored: StoredRun) -> tuple:
     return stored.text, stored.data.get("validation"), single_val_tokens(stored.summary)
 
 
-def samples(values: dict[tuple, BySeed]) -> dict[tuple, list[float]]:
+def samples(values: dict) -> dict:
     """Return the numbers of each key in the order of the runs, without their seeds."""
     return {key: [*by_seed.values()] for key, by_seed in values.items()}
 

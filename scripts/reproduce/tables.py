@@ -47,7 +47,7 @@ def reference_of(study: Study) -> str:
     return scaled if study.item != "table_losses" and scaled in study.all_series else SI
 
 
-def read_losses(study: Study) -> tuple[dict, list[int]]:
+def read_losses(study: Study) -> tuple:
     """Return final losses, {(series, length): [one per seed]}, and lengths. Add missing losses to study.missing."""
     lengths = sorted({length for run in study.runs for length in run.config.val_lengths})
     for run, stored in study.finished:
@@ -57,15 +57,6 @@ def read_losses(study: Study) -> tuple[dict, list[int]]:
             command += ["--as", *run.config.validate_as] if run.config.validate_as else []
             study.missing.append((run.name, f"not validated: run `{' '.join(map(str, command))}`"))
     return samples(study.by_seed(final_losses)), lengths
-
-
-def open_choices(study: Study) -> str:
-    text = (
-        "Choices that the paper leaves open, each beside ours: YaRN without scaling (equal to RoPE), p-RoPE in "
-        "Barbero's form, LogN of the context length instead of the query's position, ALiBi's slopes in "
-        "FlexAttention's form, shorter and longer segments, scale-invariant attention with a_t or m_t alone."
-    )
-    return f"{text}\n\n{table_losses(study)}"
 
 
 def table_llama(study: Study) -> str:
@@ -107,7 +98,7 @@ def table_llama(study: Study) -> str:
 # ---- parts of all tables ---------------------------------------------------------------------------------------------
 
 
-def trained_methods(study: Study) -> dict[str, str]:
+def trained_methods(study: Study) -> dict:
     """Return {method that was only validated: method that was trained}. Both use the same weights."""
     pairs = [(run.config, other) for run in study.runs for other in run.config.validate_as]
     return {series_label(config, other): series_label(config) for config, other in pairs}
@@ -115,11 +106,11 @@ def trained_methods(study: Study) -> dict[str, str]:
 
 def make_table(
     study: Study,
-    metrics: dict[str, dict],
+    metrics: dict,
     lengths: list[int],
     *,
     best: Callable,
-    methods: list[str] | None = None,
+    methods: list | None = None,
 ) -> str:
     """Return a table as Markdown: our means over seeds, and the paper's numbers beside the first metric.
 
@@ -154,7 +145,7 @@ def make_table(
     return pivot_table(["method", "seeds"], lines, {head: head for head in columns})
 
 
-def table_notes(study: Study, methods: list[str], trained: dict[str, str], one_seed: bool) -> list[str]:
+def table_notes(study: Study, methods: list[str], trained: dict, one_seed: bool) -> list[str]:
     """Return notes for the reader of a table. trained: see trained_methods. one_seed: a number is from one seed."""
     # 1. The notes on some methods.
     same_weights, paper = collections.defaultdict(list), paper_targets(study.item)
@@ -186,7 +177,7 @@ def table_notes(study: Study, methods: list[str], trained: dict[str, str], one_s
 # ---- the paper's own numbers, beside ours ----------------------------------------------------------------------------
 
 
-def paper_targets(table: str) -> dict[tuple[str, int], dict]:
+def paper_targets(table: str) -> dict:
     """Return the paper's numbers of one table: {(method, validation length): target}.
 
     A target has mean, stderr, seeds, note, and a remark if the number is odd. Values absent in the paper are None.

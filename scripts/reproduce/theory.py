@@ -22,7 +22,7 @@ CHUNK = 2**20  # scores in memory at once
 DRAWS = 400  # random draws per context
 
 
-def coefficients(distance: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+def coefficients(distance: Tensor, tau: float) -> tuple:
     """Return a_t and m_t at distances t, from the method in model/methods."""
     method = make_method("scale_invariant_nope", Shape(num_heads=1, head_dim=1, train_length=1), tau=tau)
     return method.score_change.coefficients(distance.double(), head=torch.zeros(1))
@@ -32,7 +32,7 @@ def entropy(log_p: Tensor) -> Tensor:  # (..., T) -> (...)
     return -(log_p.exp() * log_p).sum(dim=-1)
 
 
-def attention_statistics(logits: Tensor) -> dict[str, Tensor]:
+def attention_statistics(logits: Tensor) -> dict:
     """Return the quantities of fig:entropy, (...) each. logits (..., T) are ordered by distance t = 0..T-1.
 
     entropy              Entropy of softmax(logits).
@@ -65,21 +65,21 @@ def iid_entropy(
 ) -> list[dict]:
     """Return the top row of fig:entropy: attention_statistics of Gaussian scores in contexts of these lengths (tokens).
 
-    Schemes: none (L = Z), logn (L = logn_scale log(T) Z) and scale_invariant. A row has the mean and the standard error
-    of one scheme, length and quantity. All schemes use the same draws.
+    L is Z for p_rope, logn_scale log(T) Z for logn_p_rope, and a_t Z + m_t for scale_invariant_p_rope. A row has the
+    mean and the standard error of one method, length and quantity. All methods use the same draws.
     """
     generator, samples = torch.Generator().manual_seed(seed), defaultdict(list)
     for length in lengths:
-        schemes = {
-            "none": (1.0, 0.0),
-            "logn": (logn_scale * math.log(length), 0.0),
-            "scale_invariant": coefficients(torch.arange(length), tau=tau),
+        methods = {
+            "p_rope": (1.0, 0.0),
+            "logn_p_rope": (logn_scale * math.log(length), 0.0),
+            "scale_invariant_p_rope": coefficients(torch.arange(length), tau=tau),
         }
         for scores in gaussian_scores(draws, length, generator):
-            for scheme, (a, m) in schemes.items():
+            for method, (a, m) in methods.items():
                 for quantity, values in attention_statistics(a * scores + m).items():
-                    samples[scheme, length, quantity] += values.tolist()
-    return summarise(samples, "scheme", "length", "quantity")
+                    samples[method, length, quantity] += values.tolist()
+    return summarise(samples, "method", "length", "quantity")
 
 
 def iid_range_entropy(

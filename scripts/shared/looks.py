@@ -24,7 +24,7 @@ OTHERS = [
 
 
 @functools.cache
-def named() -> dict[str, dict]:
+def named() -> dict:
     """Return the rows of looks.csv by method, mechanism or option, in the order of the tables."""
     with open(Path(__file__).with_name("looks.csv"), newline="", encoding="utf-8") as file:
         return {row["label"]: row for row in csv.DictReader(file)}
@@ -69,7 +69,7 @@ def plain_number(value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def plot_styles(shown: Iterable[str]) -> dict[str, dict]:
+def plot_styles(shown: Iterable[str]) -> dict:
     """Return the arguments of matplotlib's plot by series or method. Their order in a figure has no effect.
 
     The first series of a method, by alphabet, looks like the method if the method itself is not shown.

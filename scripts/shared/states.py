@@ -19,9 +19,7 @@ def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None)
     return max(same, key=lambda stored: (stored.summary is not None, stored.path.name == run.name), default=None)
 
 
-def run_state(
-    run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None
-) -> tuple[str, str, StoredRun | None]:
+def run_state(run: Run, stored_runs: list[StoredRun], runs_dir: Path, data: str | None = None) -> tuple:
     """Return the state of a run, the reason, and the stored run. data: as in find_stored.
 
     States: finished, running, interrupted, failed, missing, pretrained, other. "pretrained" lacks the fine-tuning on
@@ -44,7 +42,7 @@ def run_state(
     return *(("interrupted", str(path)) if stored else ("missing", "")), stored
 
 
-def needle_state(stored: StoredRun, needle: Needle) -> tuple[str, str]:
+def needle_state(stored: StoredRun, needle: Needle) -> tuple:
     """Return the state of a trained run's fine-tuning on the needle task, and the reason. States: see run_state."""
     # 1. Is it this fine-tuning?
     path = stored.path / "needle"

@@ -14,7 +14,6 @@ The paper's sweeps are in configs/sweeps.py.
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -42,11 +41,11 @@ def with_studies(papers: dict, kind: str) -> dict:
     return found
 
 
-def all_sweeps() -> dict[str, Callable[[Scale], list[Run]]]:
+def all_sweeps() -> dict:  # functions from a Scale to a list of Runs
     return with_studies(PAPER_SWEEPS, "SWEEPS")
 
 
-def home_of(name: str) -> tuple[str, str]:
+def home_of(name: str) -> tuple:
     """Return the scale of a study's sweep or item, and the study's name. Both are "" if it is for every scale."""
     for study in studies():
         if study.SCALE and name in study.SWEEPS | study.ITEMS:
@@ -57,8 +56,8 @@ def home_of(name: str) -> tuple[str, str]:
 def sweep(
     name: str,
     scale: str,
-    seeds: list[int] | None = None,
-    methods: list[str] | None = None,
+    seeds: list | None = None,
+    methods: list | None = None,
     changes: dict | None = None,
     needle: dict | None = None,
 ) -> list[Run]:
@@ -88,7 +87,7 @@ def sweep(
     return [*runs.values()]
 
 
-def with_settings(scale: Scale, seeds: list[int] | None, needle: dict) -> Scale:
+def with_settings(scale: Scale, seeds: list | None, needle: dict) -> Scale:
     """Return the scale with other seeds and with changed settings of the needle task."""
     settings = vars(scale.needle)
     unknown = needle.keys() - settings

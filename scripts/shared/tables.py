@@ -1,8 +1,9 @@
 """Makes Markdown tables of results, and computes the numbers in their cells."""
 
-import math
 import statistics
 from collections.abc import Callable, Iterable
+
+from scipy import stats
 
 
 def loss_table(results: list[dict]) -> str:
@@ -12,14 +13,16 @@ def loss_table(results: list[dict]) -> str:
     results: dicts with name, train_length (tokens) and val_loss {length: nats a token}."""
     lengths = sorted({int(length) for r in results for length in r["val_loss"]})
     train_length, *others = {r["train_length"] for r in results}
-    heads = [str(n) if others else f"{n} ({n / train_length:g}x)" for n in lengths]
-    first, last = lengths[0], lengths[-1]
-    rows = [["run", *heads, f"{last} - {first}"]]
+    columns = {str(n): str(n) if others else f"{n} ({n / train_length:g}x)" for n in lengths}
+    first, last = str(lengths[0]), str(lengths[-1])
+    lines = []
     for r in results:
-        loss = {int(length): value for length, value in r["val_loss"].items()}
-        rise = f"{loss[last] - loss[first]:+.3f}" if {first, last} <= loss.keys() else ""
-        rows.append([r["name"], *(f"{loss[n]:.3f}" if n in loss else "" for n in lengths), rise])
-    return markdown_table(rows)
+        losses = r["val_loss"]
+        cells = {length: f"{loss:.3f}" for length, loss in losses.items()}
+        if {first, last} <= losses.keys():
+            cells["rise"] = f"{losses[last] - losses[first]:+.3f}"
+        lines.append(([r["name"]], cells))
+    return pivot_table(["run"], lines, columns | {"rise": f"{last} - {first}"})
 
 
 def markdown_table(rows: list[list[str]]) -> str:
@@ -34,7 +37,7 @@ def markdown_table(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def pivot_table(heads: list[str], lines: Iterable[tuple[list[str], dict]], columns: dict) -> str:
+def pivot_table(heads: list[str], lines: Iterable[tuple], columns: dict) -> str:
     """Return a table with a row for each line. A line has a list of left cells, and a dict {key: cell} of right cells.
 
     heads: headers of the left columns. columns: {key: header} of the right columns. A missing cell is empty."""
@@ -42,7 +45,7 @@ def pivot_table(heads: list[str], lines: Iterable[tuple[list[str], dict]], colum
     return markdown_table([[*heads, *columns.values()], *body])
 
 
-def summarise(samples: dict[tuple, list[float]], *names: str) -> list[dict]:
+def summarise(samples: dict, *names: str) -> list[dict]:
     """Return a dict for each key: the key's parts under `names`, mean, stderr, and the sample size under "seeds"."""
     rows = []
     for key, values in samples.items():
@@ -51,16 +54,10 @@ def summarise(samples: dict[tuple, list[float]], *names: str) -> list[dict]:
     return rows
 
 
-def mean_and_stderr(values: list[float]) -> tuple[float | None, float | None]:
+def mean_and_stderr(values: list[float]) -> tuple:
     """Return mean and standard error, sd / sqrt(n) with n - 1 in the variance. Each is None for too few values."""
-    if not values:
-        return None, None
-    n, mean = len(values), statistics.fmean(values)
-    if n == 1:
-        return mean, None
-    # A loss that is not finite must give NaN, so statistics.stdev, which raises, cannot be used.
-    squares = sum((value - mean) ** 2 for value in values)
-    return mean, math.sqrt(squares / (n - 1) / n)
+    mean = statistics.fmean(values) if values else None
+    return mean, float(stats.sem(values)) if len(values) > 1 else None
 
 
 def format_mean(mean: float | None, stderr: float | None) -> str:

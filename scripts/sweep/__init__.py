@@ -1,1 +1,1 @@
-"""Trains the runs of a sweep, on this machine (local.py) or on a cluster (cluster.py)."""
+"""Trains the runs of a sweep on this machine."""

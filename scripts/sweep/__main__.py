@@ -2,12 +2,11 @@
 
     python -m scripts.sweep SWEEP [--scale small] [--seeds 0 1] [--methods rope alibi] [fields of train_gpt.py]
     python -m scripts.sweep all --scale mini --dry-run                    prints the state of each run
-    python -m scripts.sweep table_losses --slurm partition=gpu time=1440
     python -m scripts.sweep table_needle --needle haystack=shards examples=100
 
 The paper's sweeps are in configs/sweeps.py, and ours in results/*/study.py. `all` is every run of the paper's sweeps,
 once. Fields of train_gpt.py apply to every run. Beside the run folder NAME/, a sweep writes the output of an unfinished
-run (NAME.log), a line for each failure (NAME.failures.txt), and the number of the Slurm job (NAME.job).
+run (NAME.log) and a line for each failure (NAME.failures.txt).
 """
 
 import argparse
@@ -26,15 +25,14 @@ from scripts.shared.arguments import Parser, add_run_options, field_changes, key
 from scripts.shared.runs import data_fingerprint, read_runs
 from scripts.shared.states import run_state
 from scripts.shared.sweeps import all_sweeps, home_of, sweep
-from scripts.sweep.cluster import queued_job, submit
 from scripts.sweep.local import train
 
 STARTING = ("missing", "interrupted", "failed", "pretrained")  # the sweep starts the runs in these states
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
-    args, fields = parse_arguments(argv)
+def main():
+    args, fields = parse_arguments()
     alone = read_launch().world_size == 1
     require(alone, "torchrun started the sweep several times. Start it without torchrun: it starts its runs itself.")
     runs = choose_runs(args, fields)
@@ -46,16 +44,13 @@ def main(argv: list[str] | None = None):
     if any(run.needle and run.needle.haystack == "c4" for run in starting):  # once, before several runs download it
         for split in ("train", "val"):
             fetch_c4(C4, split)
-    if args.slurm is None:
-        train(starting, args.jobs, args.gpus_per_run, args.retries)
-    else:
-        submit(starting, args)
+    train(starting, args.jobs, args.gpus_per_run, args.retries)
     plan = find_states(runs, args)
     print_plan(plan)
-    sys.exit(0 if all(state in ("finished", "queued") for _, state, _ in plan) else 1)
+    sys.exit(int(any(state != "finished" for _, state, _ in plan)))
 
 
-def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments() -> tuple:
     """Return the options of this command, and the other arguments, which are fields of train_gpt.py."""
     about = f"{__doc__}\nSweeps: all, {', '.join(all_sweeps())}.\nScales: {', '.join(SCALES)}."
     parser = Parser("python -m scripts.sweep", about)
@@ -66,9 +61,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     add("--gpus-per-run", type=int, default=1, help="GPUs of one run, used by torchrun (default: 1)")
     add("--retries", type=int, default=2, help="most restarts of a failed run (default: 2)")
     add("--dry-run", action="store_true", help="print the state of each run, and start none")
-    slurm = "submit each run to Slurm with these options of sbatch; time is in minutes"
-    add("--slurm", nargs="*", metavar="KEY=VALUE", help=slurm)
-    return parser.parse_known_args(argv)
+    return parser.parse_known_args()
 
 
 def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
@@ -83,10 +76,10 @@ def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     return runs
 
 
-def find_states(runs: list[Run], args: argparse.Namespace) -> list[tuple[Run, str, str]]:
+def find_states(runs: list[Run], args: argparse.Namespace) -> list[tuple]:
     """Return each run under the name of its folder, its state on the disk, and the reason.
 
-    States: see run_state, and "queued" for a job on the cluster. args: the options of the command.
+    States: see run_state. args: the options of the command.
     """
     stored_runs, plan = read_runs(args.runs_dir), []
     for run in runs:
@@ -94,13 +87,11 @@ def find_states(runs: list[Run], args: argparse.Namespace) -> list[tuple[Run, st
         name = stored.path.name if stored else run.name  # a user may have renamed the folder
         changes = {"group": args.sweep, **run.changes, "name": name, "runs_dir": str(args.runs_dir), "resume": "auto"}
         run = dataclasses.replace(run, changes=changes)
-        if state in STARTING and args.slurm is not None and (job := queued_job(run.path)):
-            state, reason = "queued", f"job {job}"
         plan.append((run, state, reason))
     return plan
 
 
-def print_plan(plan: list[tuple[Run, str, str]]):
+def print_plan(plan: list[tuple]):
     """Print one line a run, and the number of runs in each state."""
     width = max(len(run.path.name) for run, *_ in plan)
     for run, state, reason in plan:

@@ -34,7 +34,7 @@ class Attempt:
     program: Python's arguments in place of train_gpt.py.
     """
 
-    def __init__(self, run: Run, environment: dict[str, str], processes: int, program: Sequence[str]):
+    def __init__(self, run: Run, environment: dict, processes: int, program: Sequence[str]):
         # 1. The command.
         self.run, self.environment, self.folder = run, environment, run.path
         self.fine_tunes = run.needle is not None and (run.path / "summary.json").exists()
@@ -86,7 +86,6 @@ def train(
     at_once: int | None = None,
     gpus_per_run: int = 1,
     retries: int = 2,
-    signals: tuple = SIGNALS,
     program: Sequence[str] = (),
 ):
     """Train and fine-tune the runs, each on its own GPUs or on its share of the cores.
@@ -99,7 +98,7 @@ def train(
         return
     require(at_once is None or at_once >= 1, f"--jobs {at_once} would start no run. Use 1 or more.")
     free = share_devices(runs, at_once, gpus_per_run)
-    for number in signals:
+    for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
             signal.signal(number, stop)
 
@@ -144,7 +143,7 @@ def stop(number: int, frame: object):
     sys.exit(130)
 
 
-def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> list[dict[str, str]]:
+def share_devices(runs: list[Run], at_once: int | None, gpus_per_run: int) -> list[dict]:
     """Return a list with the environment variables of each simultaneous run: its GPUs, or its number of threads.
 
     Without GPUs each core trains one run, because models this small gain little from a second core. Raise ValueError

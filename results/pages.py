@@ -1,6 +1,6 @@
 """Fill the README and the pages of results/ with numbers of the kept runs, in place.
 
-    python -m scripts.reproduce.pages
+    python -m results.pages
 
 A comment names the number behind it, with its format: `<!--loss mini 4096 rope:.3f-->5.735`. Above a table, a comment
 names the numbers of the columns. Then each row needs only what completes the names:
@@ -34,14 +34,13 @@ SHORT, or in NAMED the run's name without its seed. LENGTH and GAP are in tokens
 
 import collections
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from configs.sweeps import SI
 from errors import require
 from files import replace_text
 from scripts.reproduce.comparisons import differences, format_p, holm
-from scripts.reproduce.study import BySeed, Study
+from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets, read_losses, trained_methods
 from scripts.shared.looks import series_label
 from scripts.shared.runs import StoredRun, copy_gains, final_losses, read_runs
@@ -58,7 +57,7 @@ CHANGES = {
 # ---- the numbers -----------------------------------------------------------------------------------------------------
 
 
-def all_numbers() -> dict[str, BySeed]:
+def all_numbers() -> dict:
     """Return the numbers by name, then by seed. Numbers that belong to no seed have seed 0."""
     numbers = collections.defaultdict(dict)
     for file in [*RESULTS.glob("*/runs.jsonl"), RESULTS / "quickstart.jsonl", RESULTS / f"{NAMED}.jsonl"]:
@@ -72,7 +71,7 @@ def all_numbers() -> dict[str, BySeed]:
     return numbers | {name: {0: p} for name, p in p_values().items()}
 
 
-def numbers_of_run(file: Path, stored: StoredRun) -> dict[str, float]:
+def numbers_of_run(file: Path, stored: StoredRun) -> dict:
     """Return the numbers of a kept run by name."""
     # 1. The place, and the series of the trained method.
     place = file.parent.name if file.parent.name in CHANGES else stored.line["preset"]
@@ -92,7 +91,7 @@ def numbers_of_run(file: Path, stored: StoredRun) -> dict[str, float]:
     return numbers
 
 
-def measures() -> dict[str, Callable]:
+def measures() -> dict:
     """Return functions from a stored run and a method to {key: number}, by kind of number."""
     found = {
         "loss": lambda stored, method: final_losses(stored.summary, method),
@@ -103,7 +102,7 @@ def measures() -> dict[str, Callable]:
     return found
 
 
-def p_values() -> dict[str, float]:
+def p_values() -> dict:
     """Return the p-values of the comparisons in tables.md, by name."""
     found = {}
     for place, title in (("mini", "differences"), ("prose", "differences"), ("mini", "welch")):
@@ -141,7 +140,7 @@ ROW = re.compile(r"<!--([^|:>]+)-->")  # the comment of a row
 class Page:
     """Fills numbers into the text of a page. numbers: by name, then by seed."""
 
-    def __init__(self, numbers: dict[str, BySeed]):
+    def __init__(self, numbers: dict):
         self.numbers = numbers
 
     def value(self, name: str) -> float:
