@@ -11,6 +11,7 @@ import dataclasses
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -131,7 +132,9 @@ def check_step(config: Config, device: torch.device) -> Iterator[Finding]:
         message = f"more than {describe_run(config, rate / flops)}, estimated from the speed of a matrix product"
         yield Finding("run", message, "slow", "Use a GPU, or the preset quickstart.")
         return
+    began = time.monotonic()
     trainer = Trainer(small, device)
+    first_steps = time.monotonic() - began
     seconds = statistics.median(trainer.time_step() for _ in range(STEPS))
     tokens_per_second = small.batch_tokens / seconds
     peak = peak_flops(device, dtype) or rate  # an unknown device: the speed of a matrix product
@@ -140,6 +143,10 @@ def check_step(config: Config, device: torch.device) -> Iterator[Finding]:
     memory = f", {trainer.peak_bytes / 1e9:.2f} GB" if trainer.peak_bytes else ""
     yield Finding("step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}")
     yield Finding("run", f"{describe_run(config, tokens_per_second)} on one {device_name(device)}")
+    if trainer.model.compile_note == "on":
+        lengths = len({*config.train_lengths})
+        compiling = lengths * max(0.0, first_steps - WARM_UP_STEPS * seconds)
+        yield Finding("compile", f"{lengths} training lengths, {compiling / 60:.1f} minutes more")
 
 
 def describe_run(config: Config, tokens_per_second: float) -> str:
