@@ -20,9 +20,7 @@ def main():
         module.add_arguments(command)
         command.set_defaults(run=module.run)
         command.add_argument("--rounds", type=int, default=7, help="rounds of measurement (default: 7)")
-        command.add_argument(
-            "--out", type=Path, metavar="FOLDER", help="also write FOLDER/cuda_... or cpu_....md and .json"
-        )
+        command.add_argument("--out", type=Path, metavar="FOLDER", help="also write FOLDER/DEVICE_....md and .json")
     args, args.fields = parser.parse_known_args()
     if args.fields and args.run is attention.run:
         parser.error(f"unrecognized arguments: {' '.join(args.fields)}")

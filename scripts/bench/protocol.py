@@ -6,6 +6,7 @@ twice in each round, and the ratio of its two times (the A/A row) shows the nois
 """
 
 import platform
+import re
 import shlex
 import sys
 import time
@@ -79,10 +80,11 @@ def describe_machine(device: torch.device) -> str:
 
 
 class Report:
-    """Prints a page part by part, and records all numbers. With a folder, writes cuda_NAME.md and .json there."""
+    """Prints a page part by part, and records all numbers. With a folder, writes <device>_<name>.md and .json there."""
 
     def __init__(self, folder: Path | None, name: str, device: torch.device):
-        self.path = folder and folder / f"{device.type}_{name}"
+        short_device = device_name(device).removeprefix("NVIDIA ") if device.type == "cuda" else "cpu"
+        self.path = folder and folder / (re.sub(r"\W+", "_", short_device.lower()) + f"_{name}")
         command = shlex.join(["python", "-m", "scripts.bench", *sys.argv[1:]])
         commit = git_commit(Path(__file__).parent) or "unknown"
         self.text, self.record = "", {"command": command, "commit": commit, "machine": describe_machine(device)}
