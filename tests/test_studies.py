@@ -130,6 +130,7 @@ REACH = ["loss, 4096 tokens (16x)", "copy gain, 1024 tokens (4x)"]
 FAR = ["loss, 8192 tokens (16x)", "far gain, class far"]
 PRIMARY = ["time to copy, M tokens", "loss, 512 tokens (1x)"]
 ROTATION = ["loss with the fast rotation", "change from the published to the fast rotation"]
+LATER = [3, 4, 5, 6]  # seeds
 REGISTERED = {  # item: title, series, rivals, measures, seeds that were known
     "taught": [
         ("Primary comparisons", SI, ["rope", "logn_p_rope", ALIBI], REACH, []),
@@ -143,13 +144,13 @@ REGISTERED = {  # item: title, series, rivals, measures, seeds that were known
         ("Xsa", XSA, [FAST], REACH, [0]),
     ],
     "far": [
-        ("Primary comparisons", SI, ["rope", "logn_p_rope", ALIBI], [*PRIMARY, *FAR], []),
-        ("Fast at far", FAST, [SI, "logn_p_rope", ALIBI, "bam_ssmax"], FAR, []),
-        ("Xsa at far", XSA, [FAST], FAR, []),
+        ("Primary comparisons", SI, ["rope", "logn_p_rope", ALIBI], [*PRIMARY, *FAR], LATER),
+        ("Fast at far", FAST, [SI, "logn_p_rope", ALIBI, "bam_ssmax"], FAR, LATER),
+        ("Xsa at far", XSA, [FAST], FAR, LATER),
     ],
     "taught_rotation": [("Tests", SI, ["logn_p_rope", "p_rope"], ROTATION, [0])],
-    "far_rotation": [("Tests", SI, ["logn_p_rope", "p_rope"], ROTATION, [])],
-    "far_again": [("Again", f"{SI} {QUARTER}", [f"logn_p_rope {QUARTER}"], ["loss, 8192 tokens (16x)"], [])],
+    "far_rotation": [("Tests", SI, ["logn_p_rope", "p_rope"], ROTATION, LATER)],
+    "far_again": [("Again", f"{SI} {QUARTER}", [f"logn_p_rope {QUARTER}"], ["loss, 8192 tokens (16x)"], [0, 1, 2])],
 }  # fmt: skip
 STUDIES = {item: module for module in studies() for item in module.TESTS}
 
@@ -225,7 +226,7 @@ def test_registered_tests_stay_and_follow_from_the_kept_runs(item):
         assert_paired(paired, expected)
 
 
-@pytest.mark.parametrize("scale, seeds", [("taught", [1, 2, 3]), ("far", [0, 1, 2, 3])])
+@pytest.mark.parametrize("scale, seeds", [("taught", [1, 2, 3]), ("far", [0, 1, 2])])
 def test_rotation_tests_the_rules_and_their_interaction_with_the_rotation(scale, seeds):
     random, losses, runs = np.random.default_rng(), {}, []
     for run in sweep(f"{scale}_rotation", scale, seeds=[0, 1, 2, 3]):

@@ -20,6 +20,7 @@ from results.taught.study import (
     ALIBI,
     FAST,
     FAST_OPTIONS,
+    LATER_SEEDS,
     MOMENTS,
     NOPE,
     QUARTER,
@@ -161,11 +162,12 @@ def tests(study: Study) -> list[PairedTests]:
     primary = {"time to copy, M tokens": limited, f"loss, {T} tokens (1x)": near} | measures
     note = f" A run that does not copy counts with {budget:.1f} M tokens. Loss and far gain compare runs that copy "
     note += "with runs that copy."
-    return [
+    found = [
         primary_tests(study, primary, "nats or M tokens", note),
         PairedTests("Fast at far", FAST, [SI, "logn_p_rope", ALIBI, "bam_ssmax"], measures, "nats"),
         PairedTests("Xsa at far", XSA, [FAST], measures, "nats"),
     ]
+    return [paired._replace(left_out=LATER_SEEDS) for paired in found]
 
 
 def again_tests(study: Study) -> list[PairedTests]:
@@ -173,7 +175,7 @@ def again_tests(study: Study) -> list[PairedTests]:
     length = 16 * study.base_length
     measures = {f"loss, {length} tokens (16x)": at(study.by_seed(final_losses), length)}
     note = "This test was fixed before its runs."
-    return [PairedTests("Again", FAST, [f"logn_p_rope {FAST_OPTIONS}"], measures, "nats a token", note=note)]
+    return [PairedTests("Again", FAST, [f"logn_p_rope {FAST_OPTIONS}"], measures, "nats a token", range(3), note)]
 
 
 TESTS = dict(far=tests, far_rotation=rotation_tests, far_again=again_tests)
