@@ -45,7 +45,7 @@ def test_pages_from_lines_equal_pages_from_run_folders(tmp_path, call):
     assert [*map(facts, lines)] == [*map(facts, read_runs(tmp_path / "trained"))]
     for line in lines:
         assert line.summary["val_loss"]["512"] == 4.5 and line.summary["tokens_per_second"] == 9
-        assert line.logged("torch") == ["2.13.0"] and line.logged("started") == ["2026-11-28T09:30:00+00:00"]
+        assert line.logged("torch") == ["2.13.0", "2.14.0+cu130"] and len(line.logged("started")) == 1
         assert line.data["validation"] == "v" and line.problems == ()
     made = []
     for runs_dir in ("trained", "kept/runs.jsonl"):

@@ -161,7 +161,7 @@ def test_the_papers_six_figures(tmp_path, call):  # noqa: F811
         path = tmp_path / f"runs/logit_statistics/{name}/statistics.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(about | dict(tokens=9, pairs=40, command=f"measure {name}", layers=layers)))
-    code, output = call("figure_qq", "--scale", "mini")
+    code, output = call("figure_qq --scale mini")
     assert code == 0
     for name, (title, _) in (PAPERS_MODELS | {"run": ("run", None)}).items():
         assert name == "run" or f"`measure {name}`" in output.out
