@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from commands import fails
+from commands import fails, table
 from tiny_run import train_tiny_run
 
 from measure.losses import Losses
@@ -13,53 +13,34 @@ from scripts.sweep import __main__ as sweep
 from train_gpt import main as train
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
-WHOLE = dict(RANK="1", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="node1", MASTER_PORT="29500")
-WRONG = {  # the variable that the message names: the environment
-    "LOCAL_RANK": dict(RANK="1"),
-    "WORLD_SIZE is not set": dict(RANK="8", LOCAL_RANK="0"),
-    "RANK is not set": dict(WORLD_SIZE="2"),
-    "RANK is not": dict(LOCAL_WORLD_SIZE="2"),
-    "WORLD_SIZE is '-1'": WHOLE | dict(WORLD_SIZE="-1"),
-    "WORLD_SIZE is '0'": WHOLE | dict(WORLD_SIZE="0"),
-    "LOCAL_WORLD_SIZE is '0'": WHOLE | dict(LOCAL_WORLD_SIZE="0"),
-    "RANK is ''": WHOLE | dict(RANK=""),
-    "RANK is 'x'": WHOLE | dict(RANK="x"),
-    "LOCAL_RANK is '²'": WHOLE | dict(LOCAL_RANK="²"),
-    "RANK is 2": WHOLE | dict(RANK="2"),
-    "LOCAL_RANK is 2": WHOLE | dict(LOCAL_RANK="2"),
-    "MASTER_ADDR": {name: text for name, text in WHOLE.items() if name != "MASTER_ADDR"},
-    "MASTER_PORT": WHOLE | dict(MASTER_PORT=""),
-    "srun started 4 tasks": dict(SLURM_STEP_NUM_TASKS="4"),
-}
+TWO = "RANK=1 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=node1 MASTER_PORT=29500"
 
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Return a function that leaves these variables of a launcher in the environment, and no others."""
+    """Return a function that leaves a launcher's variables in the environment: those of a text, and no others."""
 
-    def leave(variables):
+    def leave(text):
+        variables = dict(word.split("=") for word in text.replace("TWO", TWO).split())
         for name in NAMES:
             monkeypatch.delenv(name, raising=False)
-        for name, text in variables.items():
-            monkeypatch.setenv(name, text)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
 
-    leave({})
+    leave("")
     return leave
 
 
-@pytest.mark.parametrize(
-    ("variables", "launch"),
-    [
-        ({}, Launch(0, 0, 1)),
-        (dict(SLURM_STEP_NUM_TASKS="1"), Launch(0, 0, 1)),
-        (WHOLE, Launch(1, 0, 2)),
-        (WHOLE | dict(SLURM_STEP_NUM_TASKS="2"), Launch(1, 0, 2)),
-        (dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"), Launch(0, 0, 1)),
-    ],
-)
+@table("variables, launch", """
+                                     | 0 0 1
+    SLURM_STEP_NUM_TASKS=1           | 0 0 1
+    TWO                              | 1 0 2
+    TWO SLURM_STEP_NUM_TASKS=2       | 1 0 2
+    RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 | 0 0 1
+""")
 def test_a_possible_set_is_read(variables, launch, environment):
     environment(variables)
-    assert read_launch() == launch
+    assert read_launch() == Launch(*map(int, launch.split()))
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +48,26 @@ def run(tmp_path_factory):
     return train_tiny_run(tmp_path_factory.mktemp("launch"))
 
 
-@pytest.mark.parametrize("named", WRONG)
-def test_any_other_set_ends_each_command_in_one_line(named, run, environment, capsys):
+@table("variables, named", """
+    RANK=1                 | LOCAL_RANK
+    RANK=8 LOCAL_RANK=0    | WORLD_SIZE is not set
+    WORLD_SIZE=2           | RANK is not set
+    LOCAL_WORLD_SIZE=2     | RANK is not
+    TWO WORLD_SIZE=-1      | WORLD_SIZE is '-1'
+    TWO WORLD_SIZE=0       | WORLD_SIZE is '0'
+    TWO LOCAL_WORLD_SIZE=0 | LOCAL_WORLD_SIZE is '0'
+    TWO RANK=              | RANK is ''
+    TWO RANK=x             | RANK is 'x'
+    TWO LOCAL_RANK=\u00b2       | LOCAL_RANK is '\u00b2'
+    TWO RANK=2             | RANK is 2
+    TWO LOCAL_RANK=2       | LOCAL_RANK is 2
+    TWO MASTER_ADDR=       | MASTER_ADDR
+    TWO MASTER_PORT=       | MASTER_PORT
+    SLURM_STEP_NUM_TASKS=4 | srun started 4 tasks
+""")
+def test_any_other_set_ends_each_command_in_one_line(variables, named, run, environment, capsys):
     files = sorted(run.parent.rglob("*"))
-    environment(WRONG[named])
+    environment(variables)
     fails(capsys, named, evaluate.main, run)
     fails(capsys, named, generate.main, run, "abc")
     fails(capsys, named, sweep.main, "taught", "--runs-dir", run.parent)
@@ -79,7 +76,7 @@ def test_any_other_set_ends_each_command_in_one_line(named, run, environment, ca
 
 
 def test_a_sweep_is_not_started_by_torchrun(environment, run, capsys):
-    environment(WHOLE)
+    environment("TWO")
     fails(capsys, "torchrun", sweep.main, "taught", "--runs-dir", run.parent)
 
 

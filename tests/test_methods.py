@@ -18,7 +18,7 @@ from attention_cases import (
     random,
     random_qkv,
 )
-from commands import refuses
+from commands import refuses, table
 from torch.testing import assert_close
 
 from configs.presets import preset
@@ -171,10 +171,13 @@ def test_options_of_a_new_mechanism_have_the_types_of_its_constructor(monkeypatc
             make("own", **{option: "wrong"})
 
 
-@pytest.mark.parametrize("name, other", [
-    ("rope", "rope_ntk"), ("rope", "yarn"), ("yarn", "rope"),
-    ("rope_ntk", "yarn"), ("logn_rope", "logn_ntk"),
-])
+@table("name, other", """
+    rope      | rope_ntk
+    rope      | yarn
+    yarn      | rope
+    rope_ntk  | yarn
+    logn_rope | logn_ntk
+""")
 @pytest.mark.parametrize("length", [TRAIN_LENGTH, TRAIN_LENGTH // 2, 3 * TRAIN_LENGTH])
 def test_an_alternative_is_the_other_method_with_these_weights(name, other, length):
     """As in a validation: the parameters of one method, the plan of the other."""
@@ -196,29 +199,22 @@ def test_a_plan_moves_an_alternative_to_the_device_of_the_model():
     assert {parameter.device.type for parameter in alternative.parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize("name, other", [
-    ("rope", "p_rope"), ("rope", "logn_rope"), ("alibi", "nope"), ("scale_invariant_rope", "scale_invariant_p_rope"),
-    ("infini_rope", "rope"), ("nope", "rope"), ("p_rope", "rope_ntk"),
-])
-def test_methods_that_train_differently_are_no_alternatives(name, other):
+@table("case, other", """
+    rope                 | p_rope
+    rope                 | logn_rope
+    alibi                | nope
+    scale_invariant_rope | scale_invariant_p_rope
+    infini_rope          | rope
+    nope                 | rope
+    p_rope base=10000.0  | rope_ntk
+""")
+def test_methods_that_train_differently_are_no_alternatives(case, other):
+    name, options = parse(case)
     with refuses(name, other):
-        options = dict(base=1e4) if name == "p_rope" else {}
         make_alternative(name, other, Shape(2, 16, TRAIN_LENGTH), options)
 
 
-# ---- ALiBi and LogN --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_heads, slopes, exponents", [
-    (6, "official", [2, 4, 6, 8, 1, 3]),
-    (12, "official", [*range(1, 9), 0.5, 1.5, 2.5, 3.5]),
-    (6, "geometric", [8 * h / 6 for h in range(1, 7)]),
-])
-def test_alibi_slopes(num_heads, slopes, exponents):
-    zeros = torch.zeros(1, num_heads, 9, 16)
-    bias = attention_logits(make("alibi", num_heads, slopes=slopes), zeros, zeros)[0, :, -1].flip(-1)  # (H, t)
-    expected = -torch.tensor([[2.0**-x] for x in exponents]) * torch.arange(9)
-    assert_close(bias, expected, rtol=0, atol=1e-6)
+# ---- learned numbers -------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -251,11 +247,18 @@ def test_logn_starts_with_a_mean_multiplier_of_one_and_tau_where_it_is_set():
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, word", {
-    "rope+p_rope": "rotation", "logn+p_rope+logn": "query scale", "alibi+scale_invariant": "score change",
-    "infini+pope": "pope.infini", "fire+sink": "sink.fire", "fox+sink": "sink", "rnope_swa+gate": "rnope_swa",
-    "rnope_swa": "make_layers", "rope+windw": "window", "scale_invariant_prope": "scale_invariant_p_rope",
-}.items())
+@table("name, word", """
+    rope+p_rope           | rotation
+    logn+p_rope+logn      | query scale
+    alibi+scale_invariant | score change
+    infini+pope           | pope.infini
+    fire+sink             | sink.fire
+    fox+sink              | sink
+    rnope_swa+gate        | rnope_swa
+    rnope_swa             | make_layers
+    rope+windw            | window
+    scale_invariant_prope | scale_invariant_p_rope
+""")
 def test_parts_that_exclude_each_other_or_do_not_exist_are_refused_by_name(name, word):
     with refuses(word):
         make(name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import exit_code, fails, read_json
+from commands import fails, read_json, succeeds, table
 from test_train import assert_same_numbers
 from tiny_run import train_tiny_run
 
@@ -36,7 +36,7 @@ def tune(run):
     """Return a function that fine-tunes the run, and returns its summary."""
 
     def tune(options=""):
-        assert exit_code(needle.main, [run, *SHORT.split(), *options.split()]) == 0
+        succeeds(needle.main, run, *SHORT.split(), *options.split())
         return read_json(run / "needle" / "summary.json")
 
     return tune
@@ -189,24 +189,23 @@ def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypa
     assert first["greedy"] == {"240": summary["greedy"]["240"]}
 
 
-@pytest.mark.parametrize("options, settings", [
-    ("", Needle("c4", steps=300, sequences=64, examples=500)),
-    ("--scale mini --examples 7", Needle("shards", steps=6000, sequences=8, examples=7, curriculum=144)),
-])
-def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, options, settings):
+def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch):
     calls = []
     monkeypatch.setattr(needle, "run", lambda *args: calls.append(args[:2]))
-    needle.main(["runs/a", "runs/b", "--device", "cpu", *options.split()])
-    assert calls == [(Path("runs/a"), settings), (Path("runs/b"), settings)]
+    for options in ("", "--scale mini --examples 7"):
+        needle.main(["runs/a", "runs/b", "--device", "cpu", *options.split()])
+    paper = Needle("c4", steps=300, sequences=64, examples=500)
+    mini = Needle("shards", steps=6000, sequences=8, examples=7, curriculum=144)
+    assert calls == [(Path(run), settings) for settings in (paper, mini) for run in ("runs/a", "runs/b")]
 
 
-@pytest.mark.parametrize("options, named", [
-    ("--examples 0", "examples"),
-    ("--curriculum -1", "curriculum"),
-    ("--curriculum 40", "length 40"),
-    ("--lengths 40", "length 40"),
-    ("--lengths 10000000", "haystack"),
-])
+@table("options, named", """
+    --examples 0       | examples
+    --curriculum -1    | curriculum
+    --curriculum 40    | length 40
+    --lengths 40       | length 40
+    --lengths 10000000 | haystack
+""")
 def test_a_mistake_is_named_and_leaves_nothing(run, refused, options, named):
     refused(options, named)
     shutil.rmtree(run / "checkpoints")

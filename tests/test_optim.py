@@ -1,10 +1,11 @@
 """Muon against a plain reference, and schedules. test_config.py has the presets' learning rates."""
 
-import math
+from fractions import Fraction
 
 import pytest
 import torch
 from attention_cases import random
+from commands import table
 
 from optim import muon
 from optim.muon import Muon, shape_scale
@@ -94,18 +95,20 @@ def test_compiled_step_does_not_recompile_when_the_learning_rate_changes():
             train(optimizer, params, [1])
 
 
-@pytest.mark.parametrize("schedule, steps, warmup, cooldown, factors", [
-    ("constant_linear", 4578, 0, 1308, {3271: 1307 / 1308, 4578: 0}),  # the paper's 162M
-    ("constant_linear", 5, 0, 0, {4: 1}),
-    ("cosine", 10_900, 0, 0, {2725: (1 + math.sqrt(0.5)) / 2}),  # the paper's 304M
-    ("trapezoid", 300, 100, 100, {0: 0.01, 49: 0.5, 99: 1}),  # the paper's needles
-    ("trapezoid", 300, 100, 100, {200: 1, 201: 0.99, 300: 0}),
-    ("trapezoid", 5, 2, 3, {1: 1}),
-])
-def test_lr_factor_at_points_computed_by_hand(schedule, steps, warmup, cooldown, factors):
-    ramps = dict(schedule=schedule, warmup_steps=warmup, cooldown_steps=cooldown)
-    for step, factor in factors.items():
-        assert lr_factor(step, steps=steps, **ramps) == pytest.approx(factor, abs=1e-12)
+@table("schedule, steps, points", """
+    constant_linear | 4578 0 1308 | 3271:1307/1308 4578:0
+    constant_linear | 5 0 0       | 4:1
+    cosine          | 10900 0 0   | 0:1 5450:1/2 10900:0
+    trapezoid       | 300 100 100 | 0:1/100 49:1/2 99:1 200:1 201:99/100 300:0
+    trapezoid       | 5 2 3       | 1:1
+""")
+def test_lr_factor_at_points_computed_by_hand(schedule, steps, points):
+    """steps: all, of the warm-up and of the cool-down. The paper's 162M, 304M and needles are among them."""
+    steps, warmup, cooldown = map(int, steps.split())
+    for point in points.split():
+        step, factor = map(Fraction, point.split(":"))
+        found = lr_factor(int(step), schedule=schedule, steps=steps, warmup_steps=warmup, cooldown_steps=cooldown)
+        assert found == pytest.approx(float(factor), abs=1e-12)
 
 
 def test_set_lr_of_a_float_reaches_every_group():

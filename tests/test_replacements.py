@@ -26,7 +26,7 @@ from model.methods.base import Shape
 from model.methods.make import make_method
 from model.methods.nape import entmax
 
-SHAPES = [(2, 3, 16, 1), (2, 2, 16, 37), (1, 2, 8, 150)]  # batch, heads, head dimension, tokens
+SHAPES = [(2, 3, 16, 1), (2, 3, 16, 37), (1, 2, 8, 150)]  # batch, heads, head dimension, tokens
 SHAPES += [pytest.param(1, 4, 32, 300, marks=pytest.mark.slow)]
 
 
