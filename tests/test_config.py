@@ -1,6 +1,8 @@
 """Presets, validation and hash of the configuration, and how it is read from the command line."""
 
 import dataclasses
+import itertools
+import math
 import re
 
 import pytest
@@ -47,8 +49,7 @@ def test_a_step_divides_among_processes(name, processes):
     size = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, processes)
     assert config.batch_tokens % (size * config.train_length * processes) == 0
     assert size * config.train_length <= config.micro_batch_tokens
-    if (name, processes) == ("gpt_304m_4k", 4):
-        assert size == 14 and config.batch_tokens == 4 * 4 * 14 * config.train_length
+    assert size == 14 or (name, processes) != ("gpt_304m_4k", 4)
 
 
 # ---- the paper: appendix "Further experimental details" ----
@@ -93,11 +94,6 @@ def test_lengths_in_tokens_are_scaled_by_one_factor(name, method, part, option, 
     assert [getattr(getattr(method, part), option) for method in methods] == [float(scaled), float(of_the_paper), 7]
 
 
-def test_mini_presets_differ_in_the_training_length_alone():
-    for length in (1024, 4096):
-        assert preset(f"mini_{length}") == dataclasses.replace(preset("mini"), train_length=length)
-
-
 # ---- the hash ----
 
 HASHED = set("""
@@ -122,14 +118,10 @@ def with_another(field):
     return dataclasses.replace(Config(), **{"schedule": schedule, field: other})
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_the_hash_changes_with_mathematics_alone(field):
+def test_the_hash_changes_with_mathematics_alone():
     assert HASHED ^ NOT_HASHED == set(FIELDS)
-    assert (config_hash(with_another(field)) == config_hash(Config())) == (field not in HASHED)
-
-
-def test_the_hashes_of_single_changes_all_differ():
-    assert len({config_hash(with_another(field)) for field in HASHED}) == len(HASHED)
+    assert {config_hash(with_another(field)) for field in NOT_HASHED} == {config_hash(Config())}
+    assert len({config_hash(with_another(field)) for field in {*HASHED, "keep"}}) == len(HASHED) + 1
 
 
 def test_the_hash_does_not_depend_on_the_order_of_options_or_the_type_of_a_number():
@@ -139,37 +131,30 @@ def test_the_hash_does_not_depend_on_the_order_of_options_or_the_type_of_a_numbe
 
 # ---- values ----
 
-BAD_VALUES = [
-    (0, "vocab_size num_layers num_heads model_dim train_length batch_tokens micro_batch_tokens val_tokens"),
-    (0, "keep timeout adam_eps"),
-    (-1, "seed steps warmup_steps cooldown_steps val_every save_every"),
-    *((value, "muon_lr embedding_lr head_lr scalar_lr adam_eps timeout position_scale muon_momentum")
-      for value in (-0.1, float("nan"), float("inf"))),
-    (1, "warmup_steps"),
-    (4579, "cooldown_steps"),
-    ((8,), "length_schedule"),
-    ((8, 4578), "length_schedule"),
-    ((8192, 1), "length_schedule"),
-    (4097, "train_length"),
-    (2**63, "seed"),
-    (10**400, "keep"),
-    (10**10, "num_layers"),
-    (1.0, "muon_momentum"),
-    ((0.9, float("nan")), "adam_betas"),
-    ("0", "seed"),  # this and the next two: as a user's sweep may have them
-    (None, "muon_lr"),
-    ([4096], "val_lengths"),
-    (7, "num_heads"),
-    ((), "val_lengths"),
-    ((0,), "val_lengths"),
-    *((name, "name") for name in ("a/b", "..", ".hidden", "a b", "-x", "a\n", "x" * 201)),
-]
-
-
-@pytest.mark.parametrize("value, field", [(value, field) for value, fields in BAD_VALUES for field in fields.split()])
-def test_a_bad_value_is_refused_in_one_line_that_names_the_field(value, field):
-    with refuses(field):
-        Config(**{field: value})
+@table("fields, values", r"""
+    vocab_size num_layers num_heads model_dim train_length batch_tokens micro_batch_tokens val_tokens | 0
+    keep timeout adam_eps                                                                             | 0
+    seed steps warmup_steps cooldown_steps val_every save_every                                       | -1
+    muon_lr embedding_lr head_lr scalar_lr adam_eps timeout position_scale | -0.1; math.nan; math.inf
+    muon_momentum   | -0.1; math.nan; math.inf; 1.0
+    warmup_steps    | 1
+    cooldown_steps  | 4579
+    length_schedule | (8,); (8, 4578); (8192, 1)
+    train_length    | 4097
+    seed            | 2**63; '0'
+    keep            | 10**400
+    num_layers      | 10**10
+    adam_betas      | (0.9, math.nan)
+    muon_lr         | None
+    val_lengths     | [4096]; (); (0,)
+    num_heads       | 7
+    name            | 'a/b'; '..'; '.hidden'; 'a b'; '-x'; 'a\n'; 'x' * 201
+""")
+def test_a_bad_value_is_refused_in_one_line_that_names_the_field(fields, values):
+    """Text in place of a number, None and lists are as a user's sweep may have them."""
+    for field, value in itertools.product(fields.split(), values.split(";")):
+        with refuses(field):
+            Config(**{field: eval(value.strip(), dict(math=math))})
 
 
 # ---- the command line ----
@@ -224,12 +209,11 @@ def test_a_bad_argument_is_refused_in_one_line_with_the_nearest_name(arguments, 
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("main, arguments", [
-    (train_gpt.main, "quickstart"), (doctor.main, "quickstart"), (sweep.main, "table_losses"),
-    (bench.main, "step quickstart rope"),
+@pytest.mark.parametrize("command, arguments", [
+    (train_gpt, "quickstart"), (doctor, "quickstart"), (sweep, "table_losses"), (bench, "step quickstart rope"),
 ])
-def test_a_misspelt_option_ends_every_command_before_it_starts(main, arguments, capsys):
-    fails(capsys, "'basse'", main, *f"{arguments} --data_dir /nowhere --method_options basse 64".split())
+def test_a_misspelt_option_ends_every_command_before_it_starts(command, arguments, capsys):
+    fails(capsys, "'basse'", command.main, *f"{arguments} --data_dir /nowhere --method_options basse 64".split())
 
 
 @table("name, valid, otherwise, named", """
@@ -257,7 +241,7 @@ def test_help_lists_every_field_and_without_a_preset_the_presets(capsys):
     assert re.search(r"--adam_betas\b[^(]*\(default: 0.9 0.95\)", output)
 
 
-@pytest.mark.parametrize("arguments", [["--runs_dir=~/runs"], ["--runs_dir", "~/runs"]])
-def test_a_path_may_begin_at_the_home_folder(arguments, monkeypatch):
+def test_a_path_may_begin_at_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/the/home")
-    assert read_config(["quickstart", *arguments]).runs_dir == "/the/home/runs"
+    for arguments in ("--runs_dir=~/runs", "--runs_dir ~/runs"):
+        assert read_config(["quickstart", *arguments.split()]).runs_dir == "/the/home/runs"

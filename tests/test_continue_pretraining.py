@@ -36,7 +36,8 @@ FIELDS = "--dtype bfloat16 --device cpu --train_length 64 --batch_tokens 256 --m
 def place(tmp_path_factory):
     """A folder with model/, data/ and its text/."""
     folder = tmp_path_factory.mktemp("llama")
-    save_model(folder / "model", hidden_size=64, max_position_embeddings=64, initializer_range=0.06)
+    sizes = dict(hidden_size=64, max_position_embeddings=64, initializer_range=0.06)
+    save_model(folder / "model", **sizes, tie_word_embeddings=True)
     write_files(folder / "text", {f"{number}.txt": text for number, text in enumerate(texts(60))})
     prepare([folder / "text"], folder / "data", str(folder / "model"), val_fraction=0.3)
     return folder
@@ -70,11 +71,10 @@ def text_tokens(place, split, count):
 def test_losses_before_and_after(undisturbed):
     steps, (before, after) = steps_and_validations(undisturbed)
     summary = read_json(undisturbed / "summary.json")
-    assert (before["step"], after["step"]) == (0, STEPS)
     assert summary["val_loss_before"] == before["val_loss"] and summary["val_loss"] == after["val_loss"]
     assert [*after["val_loss"]] == ["64", "256", "1024"]
     assert all(after["val_loss"][n] < loss - 0.1 for n, loss in before["val_loss"].items())
-    assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    assert [r["step"] for r in (before, *steps, after)] == [0, 1, 2, 3, 4, STEPS]
     scales = [torch.tensor([*r["method_parameters"].values()]) for r in (before, after)]  # s of LogN, (layers, heads)
     moved = (scales[1] - scales[0]).abs()  # in float32: each step moves it by lr or less
     assert moved.shape == (2, 4) and (moved > 1e-5).all() and (moved < 1.1e-3 * STEPS).all()
@@ -107,6 +107,7 @@ def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     saved = load_model(run / "model")
+    assert saved.lm_head.weight is saved.model.embed_tokens.weight  # one tensor, trained once
     for name, p in model.named_parameters():
         assert_close(saved.get_parameter(name).double(), p, rtol=0, atol=2e-5)
     assert load_tokenizer(run / "model").vocab_size == VOCAB

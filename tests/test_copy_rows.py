@@ -39,8 +39,8 @@ def test_natural_rows_are_pieces_from_all_of_the_text_in_no_order(found):
     _, natural = found
     places = list(map(place, natural))
     assert min(places) >= 0 and len(TEXT) <= sum(map(len, natural)) < len(TEXT) + 256
-    assert np.corrcoef(places, range(len(places)))[0, 1] == pytest.approx(0, abs=0.2)
-    assert np.mean(places) == pytest.approx(len(TEXT) / 2, rel=0.15)
+    for part in np.array_split(places, 2):
+        assert np.mean(part) == pytest.approx(len(TEXT) / 2, rel=0.2)
 
 
 def test_segments_are_half_pieces_and_half_drawn_by_frequency_of_log_uniform_length(found):

@@ -20,7 +20,6 @@ from huggingface_hub.errors import StrictDataclassError
 from tiny_llama import run_elsewhere, save_tokenizer
 from tiny_run import train_tiny_run
 from transformers import AutoTokenizer
-from transformers.dynamic_module_utils import get_relative_import_files
 
 from data.tokenizer import load_tokenizer
 from model.decoding import greedy_decode
@@ -152,11 +151,6 @@ def test_a_folder_has_weights_tokenizer_code_and_card(run, exported):
     text = "abc hgf  a\nbcd"
     assert loaded(text)["input_ids"] == ours.encode(text)
     assert loaded.eos_token_id == loaded.bos_token_id == loaded.pad_token_id == ours.eot
-
-
-def test_transformers_finds_the_code(exported):
-    first = exported / "modeling_method_gpt.py"
-    assert {str(first), *get_relative_import_files(first)} == set(map(str, exported.glob("*.py")))
 
 
 LOAD = """

@@ -4,7 +4,6 @@ import numpy
 import pytest
 import torch
 from commands import fails, table
-from tiny_run import train_tiny_run
 
 from measure.losses import Losses
 from runtime.processes import Launch, World, read_launch
@@ -43,11 +42,6 @@ def test_a_possible_set_is_read(variables, launch, environment):
     assert read_launch() == Launch(*map(int, launch.split()))
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return train_tiny_run(tmp_path_factory.mktemp("launch"))
-
-
 @table("variables, named", """
     RANK=1                 | LOCAL_RANK
     RANK=8 LOCAL_RANK=0    | WORLD_SIZE is not set
@@ -65,19 +59,19 @@ def run(tmp_path_factory):
     TWO MASTER_PORT=       | MASTER_PORT
     SLURM_STEP_NUM_TASKS=4 | srun started 4 tasks
 """)
-def test_any_other_set_ends_each_command_in_one_line(variables, named, run, environment, capsys):
-    files = sorted(run.parent.rglob("*"))
+def test_any_other_set_ends_each_command_in_one_line(variables, named, tiny_run, environment, capsys):
+    files = sorted(tiny_run.parent.rglob("*"))
     environment(variables)
-    fails(capsys, named, evaluate.main, run)
-    fails(capsys, named, generate.main, run, "abc")
-    fails(capsys, named, sweep.main, "taught", "--runs-dir", run.parent)
-    fails(capsys, named, train, "quickstart", "--name", "lost", "--runs_dir", run.parent)
-    assert sorted(run.parent.rglob("*")) == files
+    fails(capsys, named, evaluate.main, tiny_run)
+    fails(capsys, named, generate.main, tiny_run, "abc")
+    fails(capsys, named, sweep.main, "taught", "--runs-dir", tiny_run.parent)
+    fails(capsys, named, train, "quickstart", "--name", "lost", "--runs_dir", tiny_run.parent)
+    assert sorted(tiny_run.parent.rglob("*")) == files
 
 
-def test_a_sweep_is_not_started_by_torchrun(environment, run, capsys):
+def test_a_sweep_is_not_started_by_torchrun(environment, tiny_run, capsys):
     environment("TWO")
-    fails(capsys, "torchrun", sweep.main, "taught", "--runs-dir", run.parent)
+    fails(capsys, "torchrun", sweep.main, "taught", "--runs-dir", tiny_run.parent)
 
 
 def test_the_loss_of_a_sequence_that_no_rank_computes_is_nan():

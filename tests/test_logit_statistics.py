@@ -2,18 +2,16 @@
 """scripts.logit_statistics on tiny Hugging Face models and a run of ours, against a float64 computation and scipy."""
 
 import functools
-import itertools
 import json
 
 import pytest
-import scipy.stats
 import torch
 
 transformers = pytest.importorskip("transformers", reason="an extra: pip install -r requirements-extras.txt")
 
 import tokenizers
-from commands import read_json
-from scipy.stats import kurtosis, skew
+from commands import read_json, write_files
+from scipy import stats
 from test_reproduce import call, is_figure  # noqa: F401 (call is a fixture)
 from tiny_run import train_tiny_run
 from torch.testing import assert_close
@@ -48,15 +46,14 @@ def make_model(family):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A Gemma's folder with a tokenizer, and text.txt beside it."""
-    make_model("Gemma2").save_pretrained(tmp_path / "model")
-    vocabulary = dict(zip(WORDS, range(len(WORDS))))
+    """A Gemma's folder with a tokenizer."""
+    make_model("Gemma2").save_pretrained(tmp_path)
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", unk_token="<unk>")
-    fast.save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text(f"\n{TEXT}\n")
-    return tmp_path / "model"
+    fast.save_pretrained(tmp_path)
+    return write_files(tmp_path, {"text.txt": f"\n{TEXT}\n"})
 
 
 def as_complex(x):
@@ -93,13 +90,6 @@ def recorded_scores(model, **options):
 assert_near = functools.partial(assert_close, atol=5e-5, rtol=2e-5)
 
 
-def test_scores_of_gemma_are_those_before_the_cap():
-    model = make_model("Gemma2")
-    exact = exact_scores(model, TOKENS)
-    assert max(scores.abs().max() for scores in exact.values()) > 2 * CAPPED["attn_logit_softcapping"]
-    assert_near(recorded_scores(model), exact)
-
-
 def test_scores_of_llama_and_of_its_conversions():
     """A model converted to RoPE has the same scores. A model converted to NoPE has only scores without rotation."""
     model = make_model("Llama")
@@ -116,19 +106,20 @@ def test_scores_of_llama_and_of_its_conversions():
         assert not layer._forward_pre_hooks
 
 
-def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, capsys):
-    out = tmp_path / "out"
-    logit_statistics.main([*map(str, (folder, "--text", tmp_path / "text.txt", "--out", out))])
+def test_the_command_writes_the_statistics_that_scipy_finds(folder, capsys):
+    """The scores are those before Gemma's cap."""
+    out = folder / "out"
+    logit_statistics.main([*map(str, (folder, "--text", folder / "text.txt", "--out", out))])
     tokens = torch.tensor([[0, *map(WORDS.index, TEXT.split())]])
     statistics = read_json(out / "statistics.json")
     exact = exact_scores(make_model("Gemma2"), tokens)
+    assert max(scores.max() for scores in exact.values()) > 2 * CAPPED["attn_logit_softcapping"]
     for row, (key, scores) in zip(statistics["layers"], exact.items(), strict=True):
         assert (row["layer"], row["rotated"]) == key and len(row["qq"]["sample"]) == 200
         for x, found in zip([*scores, scores.flatten()], [*row["heads"], row["all"]], strict=True):
             x = x.numpy()
-            mean, std = x.mean(), x.std()
-            ks, _ = scipy.stats.kstest(x, "norm", args=(mean, std))
-            expected = dict(mean=mean, std=std, skewness=skew(x), excess_kurtosis=kurtosis(x), ks=ks)
+            expected = dict(mean=x.mean(), std=x.std(), skewness=stats.skew(x), excess_kurtosis=stats.kurtosis(x))
+            expected["ks"], _ = stats.kstest(x, "norm", args=(x.mean(), x.std()))
             assert found == pytest.approx(expected, rel=1e-4, abs=2e-5)
     assert (statistics["tokens"], statistics["pairs"]) == (tokens.numel(), scores.shape[1])
     assert statistics["dtype"] == "float32" and "0.333333" in statistics["scale"]
@@ -139,13 +130,12 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
 def test_a_run_of_ours(tmp_path, monkeypatch):
     """The run has two layers: one without rotation, one with it."""
     run = train_tiny_run(tmp_path, "--method nope,rope+window --num_layers 2 --steps 1 --cooldown_steps 0")
-    (tmp_path / "text.txt").write_text("abc hg " * 20)
     monkeypatch.chdir(tmp_path)
-    logit_statistics.main("run --text text.txt --tokens 30".split())
+    logit_statistics.main("run --text 0.txt --tokens 30".split())
     layers = read_json(tmp_path / "runs/logit_statistics/run/statistics.json")["layers"]  # the default folder
     _, model = logit_statistics.load_run(run, torch.device("cpu"))
     tokenizer = load_tokenizer(tmp_path / "data")
-    tokens = [tokenizer.eot, *tokenizer.encode("abc hg " * 20)][:30]
+    tokens = [tokenizer.eot, *tokenizer.encode((tmp_path / "0.txt").read_text())][:30]
     expected = own.layer_scores(model, torch.tensor([tokens]), 2**18)
     for row, (layer, rotated, scores) in zip(layers, expected, strict=True):
         assert (row["layer"], row["rotated"]) == (layer, rotated)
@@ -156,15 +146,12 @@ def test_a_run_of_ours(tmp_path, monkeypatch):
 def test_the_papers_six_figures(tmp_path, call):  # noqa: F811
     scores = torch.randn(2, 40, dtype=torch.float64)
     layers = [describe_scores(scores, layer=0, rotated=rotated) for rotated in (False, True)]
-    about = dict.fromkeys("text text_sha256 scale dtype device commit made".split(), "?")
+    about = dict.fromkeys("text text_sha256 scale dtype device commit made command".split(), "?")
+    statistics = json.dumps(about | dict(tokens=9, pairs=40, layers=layers))
     for name in (*PAPERS_MODELS, "run"):
-        path = tmp_path / f"runs/logit_statistics/{name}/statistics.json"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps(about | dict(tokens=9, pairs=40, command=f"measure {name}", layers=layers)))
+        write_files(tmp_path / "runs/logit_statistics", {f"{name}/statistics.json": statistics})
     code, output = call("figure_qq --scale mini")
-    assert code == 0
-    for name, (title, _) in (PAPERS_MODELS | {"run": ("run", None)}).items():
-        assert name == "run" or f"`measure {name}`" in output.out
-        assert output.out.count(f"| {title} ") == 2
-    for name, form in itertools.product(("llama_1b", "llama_8b", "gemma_2_27b"), ("with", "without")):
-        assert is_figure(tmp_path / f"out/figures/figure_qq_{name}_{form}_rotation")
+    titles = [title for title, _ in PAPERS_MODELS.values()]
+    assert code == 0 and all(output.out.count(f"| {title} ") == 2 for title in (*titles, "run"))
+    figures = [*(tmp_path / "out/figures").iterdir()]
+    assert len(figures) == 6 and all(map(is_figure, figures))

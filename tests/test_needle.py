@@ -8,7 +8,6 @@ import pytest
 import torch
 from commands import fails, read_json, succeeds, table
 from test_train import assert_same_numbers
-from tiny_run import train_tiny_run
 
 from configs.runs import Needle
 from data.needle import Haystack, NeedleTask
@@ -21,14 +20,9 @@ from scripts.shared.runs import load_run
 SHORT = "--haystack shards --steps 6 --sequences 4 --examples 5 --lengths 240 480 --device cpu --compile off"
 
 
-@pytest.fixture(scope="module")
-def pretrained(tmp_path_factory):
-    return train_tiny_run(tmp_path_factory.mktemp("needle"))
-
-
 @pytest.fixture
-def run(pretrained, tmp_path):
-    return shutil.copytree(pretrained, tmp_path / "run")
+def run(tiny_run, tmp_path):
+    return shutil.copytree(tiny_run, tmp_path / "run")
 
 
 @pytest.fixture

@@ -77,13 +77,8 @@ def test_documents_of_c4_are_the_lines_of_its_file(tmp_path, data):
     assert texts(Haystack.from_c4(tmp_path, "val", data.tokenizer), data.tokenizer) == make_documents(400)
 
 
-def test_sample_is_distinct_documents_with_the_last_one_cut(data):
-    known = documents(data.train)
-    rng, total = np.random.default_rng(1), sum(map(len, known))
-    tokens = data.train.sample(4321, rng)
-    indices = split_haystack(tokens, known, data.tokenizer.eot)
-    assert len(tokens) == 4321
-    assert len(set(indices)) == len(indices) > 20 and indices != sorted(indices)
+def test_a_sample_has_at_most_all_tokens(data):
+    rng, total = np.random.default_rng(1), sum(map(len, documents(data.train)))
     assert len(data.train.sample(total, rng)) == total
     with refuses(f"{total} of {total + 1} tokens"):
         data.train.sample(total + 1, rng)
@@ -128,7 +123,7 @@ def test_an_example_is_haystack_needles_and_response_of_exact_length(data, lengt
         hay, gaps = take_needles_out(example, data.tokenizer)
         assert 0 <= gaps[0] and gaps == sorted(gaps) and gaps[-1] <= len(hay)
         indices = split_haystack(hay, known, data.tokenizer.eot)
-        assert len(set(indices)) == len(indices)
+        assert len(set(indices)) == len(indices) and (indices != sorted(indices) or length < 1000)
 
 
 def test_mask_is_on_the_response_and_its_end_only(data):

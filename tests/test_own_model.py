@@ -79,14 +79,15 @@ def test_the_attention_interface_runs_whole_models(family, options):
     model = build(tiny(family, **options))["model"]
     tokens = torch.randint(1, 50, (2, 11))
     model(tokens, labels=tokens).loss.backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+    assert all(p.grad.any() for p in model.parameters())
     model.eval()
     with torch.no_grad():
         logits = model(tokens).logits
-        options = dict(max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True)
-        plain, cached = (model.generate(tokens, use_cache=use_cache, **options) for use_cache in (False, True))
-        assert torch.equal(plain.sequences, cached.sequences)
-        assert_close(plain.logits, cached.logits, atol=1e-4, rtol=0)
+        plain, cached = (
+            model.generate(tokens, use_cache=use_cache, max_new_tokens=8, do_sample=False)
+            for use_cache in (False, True)
+        )
+        assert torch.equal(plain, cached)
         padded = F.pad(tokens, (3, 0))
         mask = (padded > 0).long()
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)

@@ -8,21 +8,16 @@ import re
 import matplotlib.image
 import numpy as np
 import pytest
-import torch
 from commands import ROOT, exit_code, table, update_json, write_files
-from test_train import write_shards
 
 from configs.sweeps import SCALES
-from model.gpt import GPT
 from results import reach
-from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import __main__ as command
-from scripts.reproduce import figures, needles, theory
+from scripts.reproduce import figures, needles
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets
-from scripts.shared.arguments import field_changes
 from scripts.shared.looks import series_label, series_name
-from scripts.shared.runs import data_fingerprint, read_runs
+from scripts.shared.runs import read_runs
 from scripts.shared.sweeps import all_sweeps, studies, sweep
 from scripts.shared.tables import format_mean
 
@@ -31,8 +26,6 @@ pytestmark = pytest.mark.slow
 HEADER = "python 3.12.1, torch {}, numpy 2.3.0\ndevice: an abacus\ncommit: 0123abc\nstarted: 2026-11-28T09:30:00\n"
 # The log of a run that was resumed with another torch.
 LOG = HEADER.format("2.13.0") + "==== a.py ====\nimport torch now\n" + HEADER.format("2.14.0+cu130")
-
-TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_tokens 64 --steps 2"
 
 
 def write_run(
@@ -339,42 +332,6 @@ def test_a_loss_that_is_not_a_number_is_a_gap_and_a_damaged_record_is_named(tmp_
 
 
 # ---- theory and trained models ---------------------------------------------------------------------------------------
-
-
-def write_models(tmp_path, val_tokens):
-    """Untrained tiny models of the study's methods, with checkpoints, and their validation text."""
-    random = np.random.default_rng(0)
-    write_shards(tmp_path / "data", random.integers(64, size=100), random.integers(64, size=val_tokens))
-    fields = [*TINY.split(), "--num_layers", "1", "--data_dir", str(tmp_path / "data"), "--device", "cpu"]
-    for run in sweep("figure_entropy", "mini", changes=field_changes("mini", fields)):
-        folder = write_run(tmp_path / "runs", run, same(run), data=data_fingerprint(run.config))
-        (folder / "data.json").unlink()
-        (folder / "checkpoints").mkdir()
-        torch.manual_seed(run.config.seed)
-        model = GPT(run.config, torch.float32)
-        save_checkpoint(folder / "checkpoints", 2, dict(step=2, model=model.state_dict()))
-    return fields
-
-
-@pytest.fixture
-def few_draws(monkeypatch):
-    monkeypatch.setattr(theory, "DRAWS", 2)
-
-
-def test_figure_entropy_of_trained_models(tmp_path, call, drawn, few_draws):
-    fields = write_models(tmp_path, val_tokens=4 * 4096)
-    assert call("figure_entropy --scale mini", *fields)[0] == 0
-    for row, last in zip(drawn["figure_entropy"], (17, 13), strict=True):  # iid scores, trained models
-        assert [line.xs for line in row[0].lines] == [[2**k for k in range(7, last)]] * 3
-
-
-def test_models_whose_text_is_too_short_or_another_are_named(tmp_path, call, few_draws):
-    fields = write_models(tmp_path, val_tokens=4 * 4096 - 1)
-    other = sorted((tmp_path / "runs").iterdir())[0]
-    (other / "data.json").write_text("{}")
-    code, output = call("figure_entropy --scale mini", *fields)
-    assert code == 1 and used(output) == [0, 3] and f"`{other.name}`" in output.out
-    assert is_figure(tmp_path / "out" / "figures" / "figure_entropy")
 
 
 def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):

@@ -189,14 +189,11 @@ def test_record_of_every_step_and_validation(finished):
         factor = min(1, (21 - step) / 6)
         assert record["lr"] == pytest.approx({name: peak * factor for name, peak in peaks.items()})
 
-    keys = "step tokens val_tokens val_loss val_loss_by_position max_logit attention_entropy".split()
-    keys += ["method_parameters", "val_seconds"]
-    last = ["val_loss_by_block", "val_loss_own", "val_tokens_own"]
+    keys = "step tokens val_tokens val_loss val_loss_by_position max_logit attention_entropy method_parameters"
     for step, record in zip((0, 5, 10, 15, 20), validations, strict=True):
-        assert record.keys() == {*keys, *(last if step == 20 else [])}
+        assert {*keys.split(), "val_seconds"} <= record.keys() and ("val_loss_by_block" in record) == (step == 20)
         assert record["step"] == step and record["tokens"] == 128 * step
         assert record["val_tokens"] == {"16": 256, "64": 256}
-        assert record["val_loss"].keys() == record["val_loss_by_position"].keys() == {"16", "64"}
 
 
 def test_summary_and_data(data, finished):
@@ -221,15 +218,6 @@ def test_the_weights_of_one_training_are_validated_as_others(data, tmp_path):
         alone = read_json(train_here(data, tmp_path / other, f"--method {other}") / "summary.json")
         assert losses == pytest.approx(alone["val_loss"], rel=1e-6)
         assert losses["16"] == summary["val_loss"]["16"] and losses["64"] != summary["val_loss"]["64"]
-
-
-def test_the_fast_profile_measures_the_same_bits(data, finished, tmp_path):
-    _, validations = steps_and_validations(train_here(data, tmp_path, "--val_profile fast"))
-    _, of_paper = steps_and_validations(finished)
-    for ours, expected in zip(validations, of_paper, strict=True):
-        keys = ["16", "64"] if ours["step"] in (0, 20) else ["16"]
-        assert ours["val_loss"].keys() == {*keys} and ours["val_loss"]["16"] == expected["val_loss"]["16"]
-    assert validations[-1]["val_loss"] == of_paper[-1]["val_loss"]
 
 
 @pytest.mark.parametrize("length", [16, 64])
