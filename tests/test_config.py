@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from commands import exit_code, fails, refuses, table
+from commands import exit_code, fails, parametrize, refuses, table
 from test_methods import NAMES
 
 import train_gpt
@@ -15,7 +15,7 @@ from configs.command_line import read_config
 from configs.config import NOT_HASHED, Config, config_hash
 from configs.presets import PRESETS, preset
 from data.loader import micro_batch_size
-from errors import UserError, did_you_mean, exit_on_user_error
+from errors import UserError, exit_on_user_error
 from model.gpt import GPT
 from model.methods import METHODS
 from optim.schedule import lr_factor
@@ -33,15 +33,15 @@ def build(config):
         return GPT(config, torch.bfloat16)
 
 
-@pytest.mark.parametrize("method", NAMES)
-@pytest.mark.parametrize("name", ["quickstart", "mini_large", "gpt_162m_4k", "gpt_304m_4k"])  # every shape
+@parametrize("method", NAMES)
+@parametrize("name", ["quickstart", "mini_large", "gpt_162m_4k", "gpt_304m_4k"])  # every shape
 def test_every_preset_builds_with_every_method(name, method):
     config = dataclasses.replace(preset(name), method=method)
     assert len(build(config).blocks) == config.num_layers
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", PRESETS)
+@parametrize("processes", [1, 2, 4, 8])
+@parametrize("name", PRESETS)
 def test_a_step_divides_among_processes(name, processes):
     config = preset(name)
     if name in ("mini_1024", "mini_4096", "far"):  # four, two and one sequence: these are for a CPU
@@ -61,7 +61,7 @@ PAPER_304M = PAPER + f"""--num_layers 16 --num_heads 8 --model_dim 1024
     --steps 10900 --batch_tokens {224 * 4096} --muon_lr 0.015 --val_every 250"""
 
 
-@pytest.mark.parametrize("name, train_length, tokens, paper, steps, factors", [
+@parametrize("name, train_length, tokens, paper, steps, factors", [
     ("gpt_162m_4k", 4096, 2.4e9, PAPER, (0, 3270, 3924, 4577), [1, 1, 0.5, 1 / 1308]),
     ("gpt_162m_16k", 16_384, 2.4e9, PAPER, (3269,), [1]),
     ("gpt_162m_64k", 65_536, 2.4e9, PAPER, (3269,), [1]),
@@ -84,8 +84,10 @@ def test_the_presets_are_the_papers(name, train_length, tokens, paper, steps, fa
     scale_invariant_p_rope | score_change | tau         | 10    | 10
     alibi                  | score_change | slope_scale | 1     | 16
     log_offset             | query_scale  | offset      | 500   | 31.25
+    fire                   | replacement  | c           | 0.1   | 1.6
+    fire                   | replacement  | threshold   | 512   | 32
 """)
-@pytest.mark.parametrize("name", ["mini", "mini_4096"])
+@parametrize("name", ["mini", "mini_4096"])
 def test_lengths_in_tokens_are_scaled_by_one_factor(name, method, part, option, of_the_paper, scaled):
     mini = dataclasses.replace(preset(name), method=method)
     paper = dataclasses.replace(mini, position_scale=1.0)
@@ -209,22 +211,11 @@ def test_a_bad_argument_is_refused_in_one_line_with_the_nearest_name(arguments, 
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("command, arguments", [
+@parametrize("command, arguments", [
     (train_gpt, "quickstart"), (doctor, "quickstart"), (sweep, "table_losses"), (bench, "step quickstart rope"),
 ])
 def test_a_misspelt_option_ends_every_command_before_it_starts(command, arguments, capsys):
     fails(capsys, "'basse'", command.main, *f"{arguments} --data_dir /nowhere --method_options basse 64".split())
-
-
-@table("name, valid, otherwise, named", """
-    tua  | base tau          | see there | tau
-    rope | p_rope ropes base | see there | ropes p_rope
-    x    | base tau          |           | base tau
-    x    | base tau          | see there | see there
-""")
-def test_near_names_are_suggested_for_an_unknown_name(name, valid, otherwise, named):
-    found = re.findall("|".join([*valid.split(), "see", "there"]), did_you_mean(name, valid.split(), otherwise))
-    assert found == named.split()
 
 
 def test_an_error_of_several_lines_is_printed_as_one(capsys):

@@ -6,7 +6,19 @@ import shutil
 import signal
 
 import pytest
-from commands import TWO_RANKS, exit_code, fails, python, read_json, succeeds, table, update_json, write_files
+from commands import (
+    TWO_RANKS,
+    exit_code,
+    fails,
+    parametrize,
+    python,
+    read_json,
+    slow,
+    succeeds,
+    table,
+    update_json,
+    write_files,
+)
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
 
@@ -155,7 +167,7 @@ def test_a_step_that_is_not_finite_ends_the_run(place, tmp_path, capsys):
     assert not (run / "checkpoints" / f"step_{STEPS:06d}.pt").exists() and not (run / "summary.json").exists()
 
 
-@pytest.mark.parametrize("after", [2, 3])
+@parametrize("after", [2, 3])
 def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undisturbed, tmp_path, monkeypatch):
     argv = arguments(place, tmp_path, "--method logn_p_rope --resume auto")
     run = tmp_path / "run"
@@ -181,7 +193,7 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undi
     assert (run / "model" / "model.safetensors").read_bytes() == model
 
 
-@pytest.mark.slow
+@slow
 def test_two_processes_equal_one(place, tmp_path):
     fields = "--method logn_p_rope --dtype float32"
     argv = arguments(place, tmp_path, f"{fields} --name two")
@@ -200,7 +212,7 @@ def test_wrong_usage(more, named, place, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("vocab_size, named", [(128_256, "vocabulary"), (VOCAB, "tokenizer")])
+@parametrize("vocab_size, named", [(128_256, "vocabulary"), (VOCAB, "tokenizer")])
 def test_another_model_is_refused(vocab_size, named, place, tmp_path, capsys):
     model = shutil.copytree(place / "model", tmp_path / "model")
     update_json(model / "config.json", vocab_size=vocab_size)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import CPU
-from commands import fails, read_json, succeeds
+from commands import fails, parametrize, read_json, succeeds
 from lives import run_ranks
 from numpy.lib.stride_tricks import sliding_window_view as windows
 from test_gpt import make_gpt
@@ -44,7 +44,7 @@ def measure(model, stream, **options):
     return measure_copy_gain(losses_of(model, map(copy_length, GAPS), **options), stream, GAPS, VOCAB)
 
 
-@pytest.mark.parametrize("gap", [1, 40, 768])  # the last leaves room for one place of the text span
+@parametrize("gap", [1, 40, 768])  # the last leaves room for one place of the text span
 def test_sequences_hold_a_span_the_filler_and_the_span_again(stream, gap):
     sequences = copy_sequences(stream, gap, VOCAB)
     assert sequences.shape == (2, SPANS, 2 * SPAN + gap)
@@ -99,7 +99,7 @@ def measure_on_rank(rank, world, data, micro_batch_tokens):
     return measure(model, open_split(data, "val", VOCAB), **options), sizes
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 700, 10**6])
+@parametrize("micro_batch_tokens", [1, 700, 10**6])
 def test_results_do_not_depend_on_ranks_and_micro_batches(stream, data, tmp_path, micro_batch_tokens):
     """96 sequences are shared as 20, 19, 19, 19, 19. All ranks have equally many batches."""
     (ours, sizes), *others = run_ranks(measure_on_rank, (5,), tmp_path, data, micro_batch_tokens)[5]
@@ -118,7 +118,7 @@ def test_recovery_is_a_ratio_with_the_error_of_both_gains():
         assert pair == pytest.approx((ratio, math.hypot(errors[gap], ratio * 0.3) / 4))
 
 
-@pytest.mark.parametrize(("gain", "train_length"), [(0.5, 128), (-4.0, 128), (4.0, 127)])
+@parametrize(("gain", "train_length"), [(0.5, 128), (-4.0, 128), (4.0, 127)])
 def test_a_ratio_to_no_gain_is_left_out(gain, train_length):
     assert recovery({"64": gain, "500": 1.0}, {"64": 0.3, "500": 0.1}, train_length) == {}
 
@@ -163,7 +163,7 @@ def test_evaluate_measures_it_and_keeps_it(run, capsys):
     assert call("") == stored
 
 
-@pytest.mark.parametrize("gap", [0, 769, 800])
+@parametrize("gap", [0, 769, 800])
 def test_wrong_gaps_are_named_and_leave_the_evaluation(run, gap, capsys):
     path = run / "evaluation.json"
     before = path.exists() and path.read_bytes()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from commands import fails, succeeds, table, write_files
+from commands import fails, parametrize, succeeds, table, write_files
 from test_text import make_documents, shard_bytes, write_folder
 
 from data.copy_rows import rows
@@ -54,7 +54,7 @@ def test_segments_are_half_pieces_and_half_drawn_by_frequency_of_log_uniform_len
         assert np.mean(np.concatenate(drawn) == token) == pytest.approx(np.mean(TEXT == token), abs=0.03)
 
 
-@pytest.mark.parametrize("share", [0, 0.1, 0.9])
+@parametrize("share", [0, 0.1, 0.9])
 def test_the_share_is_the_one_that_was_asked_for(share):
     copies = list(map(segment_length, rows(TEXT, share, [(64, None)])))
     assert 1 - copies.count(None) / len(copies) == pytest.approx(share, abs=0.03)

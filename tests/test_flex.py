@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from attention_cases import CPU, CUDA, assert_near, attend, make_case, make_inputs, make_plan, random
-from commands import table
+from commands import parametrize, slow, table
 from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
@@ -51,10 +51,10 @@ def lists_of_blocks(mask, kind):
     return [row[:count].long() for count, row in rows]
 
 
-@pytest.mark.parametrize("queries", [1, 100, 128, 129, 640])
-@pytest.mark.parametrize("q_offset, unseen_keys", [(0, 0), (127, 0), (250, 50)])
-@pytest.mark.parametrize("window", [None, 1, 2, 128, 129, 200, 256, 600, 10**9])
-@pytest.mark.parametrize("query_block", [128, 256])
+@parametrize("queries", [1, 100, 128, 129, 640])
+@parametrize("q_offset, unseen_keys", [(0, 0), (127, 0), (250, 50)])
+@parametrize("window", [None, 1, 2, 128, 129, 200, 256, 600, 10**9])
+@parametrize("query_block", [128, 256])
 def test_the_block_mask_is_the_causal_mask(queries, q_offset, unseen_keys, window, query_block):
     keys = q_offset + queries + unseen_keys
     mask = causal_block_mask(queries, keys, q_offset, "cpu", query_block, window)
@@ -85,7 +85,7 @@ def queries_see_their_first_tile(mask, queries):
     return all(seen)
 
 
-@pytest.mark.parametrize("shape", TRAINING + OTHER)
+@parametrize("shape", TRAINING + OTHER)
 def test_the_kernel_options_are_true_of_the_mask(shape):
     queries, keys, q_offset, window = shape
     options = mask_options(LayerPlan(None, 1, 16, queries, keys, window=window))
@@ -115,7 +115,7 @@ def tables_of(score_mod):
     return [x for x in captured if isinstance(x, torch.Tensor)]
 
 
-@pytest.mark.parametrize("name", ["scale_invariant", "nope", "alibi", "learned", "by_head", "for_all_heads"])
+@parametrize("name", ["scale_invariant", "nope", "alibi", "learned", "by_head", "for_all_heads"])
 def test_scale_invariant_attention_alone_has_a_table(name):
     prepared = make_plan(make_case(name), 256, 256, backend="flex").prepared
     tables, options = tables_of(prepared["score_mod"]), prepared["kernel_options"]
@@ -148,7 +148,7 @@ def compare_with_formula(method, queries=129):
     assert_near(output, plain_attention(method, q, k, v, x)[:, :, -queries:], 1e-5)
 
 
-@pytest.mark.parametrize("name, queries", [("scale_invariant", 129), pytest.param("alibi", 1, marks=pytest.mark.slow)])
+@parametrize("name, queries", [("scale_invariant", 129), pytest.param("alibi", 1, marks=slow)])
 def test_compiled_it_is_the_formula(name, queries):
     compare_with_formula(make_case(name), queries)
 
@@ -173,7 +173,7 @@ def test_learned_numbers_that_change_compile_nothing_again():
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("which", range(3))
+@parametrize("which", range(3))
 def test_gradients_on_a_cpu_are_refused(which):
     method = make_case("rope")
     inputs = [x.requires_grad_(i == which) for i, x in enumerate(make_inputs(method, 130))]
@@ -182,7 +182,7 @@ def test_gradients_on_a_cpu_are_refused(which):
     assert "UserError" in check_backend(flex.Flex(), make_case("alibi"), CPU, torch.float32, [130]).problem
 
 
-@pytest.mark.parametrize("switch", [
+@parametrize("switch", [
     lambda: torch.compiler.set_stance("force_eager"), lambda: torch._dynamo.config.patch(disable=True),
 ], ids=["force_eager", "disable"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -210,14 +210,14 @@ def error_when_compiled(attention_of_qkv):
     return (output - plain_attention(make_case("nope", 2), *project(x))).abs().max()
 
 
-@pytest.mark.slow
+@slow
 def test_inside_a_compiled_graph_it_is_the_formula():
     method = make_case("nope", 2)
     plan = make_plan(method, 130, 130, backend="flex")
     assert error_when_compiled(lambda q, k, v: attention.attend(method, q, k, v, plan=plan)) < 1e-5
 
 
-@pytest.mark.slow
+@slow
 def test_torch_s_cpu_kernel_still_misreads_inputs_of_its_graph():
     """When this fails, torch is mended, and run_alone in flex_compiled.py can go."""
     plan = make_plan(make_case("nope", 2), 130, 130, backend="flex")
@@ -240,9 +240,9 @@ def test_a_logit_reads_no_more_tables_than_its_formula_needs(name, shapes):
     assert all(x.dtype == torch.float32 and x.is_contiguous() and x.storage_offset() == 0 for x in tables)
 
 
-@pytest.mark.parametrize("queries", [1, 100, 129, 300, 1000, 1024])
-@pytest.mark.parametrize("q_offset", [0, 29, 300, 65_280])
-@pytest.mark.parametrize("case", [
+@parametrize("queries", [1, 100, 129, 300, 1000, 1024])
+@parametrize("q_offset", [0, 29, 300, 65_280])
+@parametrize("case", [
     "scale_invariant", "scale_invariant tau=0.3", "scale_invariant tau_ratio=3.0",
     "by_head", "alibi", "for_all_heads",  # these have two tables, the others one
 ])
@@ -271,14 +271,14 @@ def flash_problem(monkeypatch):
     return problem
 
 
-@pytest.mark.parametrize("major, query_block", [(9, 128), (10, 256), (11, 256)])
+@parametrize("major, query_block", [(9, 128), (10, 256), (11, 256)])
 def test_flash_takes_the_shapes_of_flash_attention_4(major, query_block, flash_problem):
     for name, head_dim in itertools.product(("nope", "alibi", "window"), (16, 72, 128)):
         assert flash_problem(name, (major, 0), head_dim=head_dim) is None
     assert flex.flash_query_block(CUDA) == query_block
 
 
-@pytest.mark.parametrize("option, value, word", [
+@parametrize("option, value, word", [
     ("device", CPU, "cpu"), ("dtype", torch.float32, "float32"), ("package", None, "flash-attn-4"),
     *(("head_dim", value, str(value)) for value in (8, 100, 136)),
     ("name", "key_bias", "key"), *(("name", value, value) for value in ("infini", "learned", "sink")),

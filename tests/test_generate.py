@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from commands import fails, refuses, succeeds, table
+from commands import fails, parametrize, refuses, succeeds, table
 from tiny_run import train_tiny_run
 
 from data.tokenizer import load_tokenizer
@@ -38,8 +38,8 @@ def say(run, capfd):
     return say
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-310, 1e-299, 1e-6, 0.5, 1.0, 2.0])
-@pytest.mark.parametrize("top_k, least", [(None, -2), (9, -2), (2, 1)])
+@parametrize("temperature", [0.0, 1e-310, 1e-299, 1e-6, 0.5, 1.0, 2.0])
+@parametrize("top_k, least", [(None, -2), (9, -2), (2, 1)])
 def test_draws_follow_the_softmax(temperature, top_k, least):
     """Shares must be within 5 standard errors. least: the least logit that may be drawn."""
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ def test_it_ends_where_the_model_ends_the_document(tokenizer, say, monkeypatch):
     assert next(chosen) == 7
 
 
-@pytest.mark.parametrize("text", ["a\u00e9\u4e16 b", "\u4e16\u754c\U0001f600 ok", "\U0001f600"])
+@parametrize("text", ["a\u00e9\u4e16 b", "\u4e16\u754c\U0001f600 ok", "\U0001f600"])
 def test_text_comes_out_whole_for_any_cut_into_tokens(tokenizer, text):
     """Characters of several bytes are not printed in parts."""
     parts = list(generate.text_pieces([], tokenizer.encode(text), tokenizer))

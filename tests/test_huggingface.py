@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 import reference
 import torch
 from attention_cases import parse
-from commands import ROOT, refuses, update_json, write_files
+from commands import ROOT, parametrize, refuses, slow, update_json, write_files
 from tiny_llama import VOCAB, make_model, run_elsewhere, save_model
 from torch.testing import assert_close
 
@@ -45,7 +45,7 @@ def assert_near(found, expected, atol):
     assert_close(found, expected, rtol=0, atol=atol, check_dtype=False)
 
 
-@pytest.mark.parametrize("changes", [
+@parametrize("changes", [
     {},
     dict(rope_parameters=dict(rope_type="default", rope_theta=500_000.0)),
     dict(num_key_value_heads=4, head_dim=16),
@@ -59,7 +59,7 @@ def test_rope_in_a_converted_model_is_the_model(changes):
     assert_near(logits(model.to(torch.bfloat16)), expected, 0.15 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("case", [*PAPER, "p_rope form=barbero"])
+@parametrize("case", [*PAPER, "p_rope form=barbero"])
 def test_attention_of_a_converted_model_is_the_formula(case):
     name, options = parse(case)
     model = convert_and_move(name, **options)
@@ -77,7 +77,7 @@ def test_attention_of_a_converted_model_is_the_formula(case):
         assert_near(ours.transpose(1, 2), exact.softmax(dim=-1) @ v, 1e-5)
 
 
-@pytest.mark.parametrize("name", [*METHODS, "p_rope+gate", "p_rope+xsa"])
+@parametrize("name", [*METHODS, "p_rope+gate", "p_rope+xsa"])
 def test_every_method_runs_unless_it_needs_the_layers_input(name):
     if name in ("nape", "nape_entmax", "fox", "wall", "grape_ap", "p_rope+gate"):
         with refuses("input"):
@@ -86,7 +86,7 @@ def test_every_method_runs_unless_it_needs_the_layers_input(name):
         assert logits(convert(make_model(), name)).isfinite().all()
 
 
-@pytest.mark.parametrize("case", [*PAPER, *"""p_rope+sink | pope | stick_breaking | logn_ntk context=length
+@parametrize("case", [*PAPER, *"""p_rope+sink | pope | stick_breaking | logn_ntk context=length
     | infini_p_rope segment_length=7 | p_rope+xsa learn_share=True""".split("|")])
 @torch.no_grad()
 def test_a_cache_changes_nothing(case):
@@ -150,7 +150,7 @@ torch.save((*found, new), sys.argv[3])
 """
 
 
-@pytest.mark.slow
+@slow
 def test_a_saved_model_loads_where_the_repository_is_not(tmp_path):
     model = convert_and_move("logn_p_rope", train_length=20)
     load.save_model(model, tmp_path / "saved")
@@ -173,7 +173,7 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("fields, place, word", [
+@parametrize("fields, place, word", [
     (dict(model_type="gpt2"), "", "gpt2"), (dict(num_hidden_layers=3), "", "layers.2"),
     ({}, "model.gguf", "docs/huggingface.md"),
 ])

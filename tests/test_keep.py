@@ -5,7 +5,7 @@ import shlex
 import shutil
 
 import pytest
-from commands import ROOT, exit_code, update_json, write_files
+from commands import ROOT, exit_code, parametrize, slow, update_json, write_files
 from test_reproduce import drawn, same, write_run, write_study  # noqa: F401 (drawn is a fixture)
 
 from configs.config import config_hash
@@ -25,7 +25,7 @@ def call(tmp_path, monkeypatch, capsys):
     return lambda command, *argv: (exit_code(command.main, argv), capsys.readouterr())
 
 
-@pytest.mark.slow
+@slow
 def test_pages_from_lines_equal_pages_from_run_folders(tmp_path, call):
     needle = {"greedy": {"256": 0.5}, "by_distance": {"256": {"8": [1, 2]}}}
     write_study(tmp_path / "trained", "figure_train_4k", needle=needle, part=1024, tokens_per_second=9)
@@ -74,7 +74,7 @@ def test_a_line_is_replaced_and_keeps_copy_gain_and_changed_fields(tmp_path, cal
     assert [run.summary["val_loss"]["256"] for run in keep_again()] == [3.0, 4.0]
 
 
-@pytest.mark.parametrize("damage", [
+@parametrize("damage", [
     lambda folder: (folder / "summary.json").unlink(),
     lambda folder: write_files(folder, {"metrics.jsonl": "{\n{}\n"}),
     shutil.rmtree,
@@ -94,8 +94,8 @@ def test_a_line_of_a_field_that_is_gone_is_a_problem_and_no_error(tmp_path):
     assert stored.config is None and "gone" in stored.problems[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.parent.name)
+@slow
+@parametrize("kept", KEPT, ids=lambda path: path.parent.name)
 def test_committed_tables_follow_from_the_committed_lines(tmp_path, call, kept, drawn):  # noqa: F811
     """Byte for byte, by the command that each section of the page names."""
     place = tmp_path / "results" / kept.parent.name

@@ -5,6 +5,7 @@ import functools
 import json
 
 import pytest
+import reference
 import torch
 
 transformers = pytest.importorskip("transformers", reason="an extra: pip install -r requirements-extras.txt")
@@ -56,12 +57,6 @@ def folder(tmp_path):
     return write_files(tmp_path, {"text.txt": f"\n{TEXT}\n"})
 
 
-def as_complex(x):
-    """Return the pairs of dimensions that are rotated together: (B, T, H D) to (B, H, T, D / 2)."""
-    x = x.unflatten(-1, (-1, 2, 8)).transpose(1, 2)
-    return torch.complex(x[..., 0, :], x[..., 1, :])
-
-
 @torch.no_grad()
 def exact_scores(model, tokens):
     """Return the scores of all pairs t > 0 without key 0, in float64: {(layer, rotated): (H, pairs)}."""
@@ -73,13 +68,14 @@ def exact_scores(model, tokens):
     T = tokens.shape[1]
     i, j = torch.tril_indices(T - 1, T - 1, offset=-1) + 1
     scale = getattr(model.config, "query_pre_attn_scalar", 16) ** -0.5
-    frequencies = 500.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
-    turn = torch.exp(1j * torch.arange(T, dtype=torch.float64)[:, None] * frequencies)
+    turn = torch.arange(T).double(), reference.rope_frequencies(16, 500.0)
     scores = {}
     for layer, rotated in KEYS:
-        q, k = (as_complex(x) * turn**rotated for x in projected[2 * layer :][:2])
-        s = q @ k.repeat_interleave(3, dim=1).conj().mT  # (B, H, T, T)
-        scores[layer, rotated] = scale * s.real.transpose(0, 1)[:, :, i, j].flatten(1)
+        q, k = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in projected[2 * layer :][:2])
+        if rotated:
+            q, k = (reference.rotate(x, *turn) for x in (q, k))
+        s = q @ k.repeat_interleave(3, dim=1).mT  # (B, H, T, T)
+        scores[layer, rotated] = scale * s.transpose(0, 1)[:, :, i, j].flatten(1)
     return scores
 
 

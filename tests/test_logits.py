@@ -9,7 +9,7 @@ import reference
 import scipy.stats
 import torch
 from attention_cases import parse
-from commands import refuses
+from commands import parametrize, refuses, slow
 from test_gpt import LAYERS, TRAIN_LENGTH, make_gpt, make_random_gpt, plain_layers, random_tokens, rms_norm
 from test_methods import NAMES
 from test_rivals import forgetting
@@ -53,7 +53,7 @@ def plain_scores(name, model, tokens, rotated):
     return torch.stack(scores)
 
 
-@pytest.mark.parametrize("name", ["p_rope", "logn_p_rope", "scale_invariant_p_rope"])  # figure_entropy's methods
+@parametrize("name", ["p_rope", "logn_p_rope", "scale_invariant_p_rope"])  # figure_entropy's methods
 def test_profile_equals_dense_attention(name):
     model, lengths = make_random_gpt(name), [1, TRAIN_LENGTH, 131]
     tokens, _ = random_tokens(140, batch=3)
@@ -68,7 +68,7 @@ def test_profile_equals_dense_attention(name):
     assert {length for length, quantity in profile if quantity == "entropy_10_100"} == {131}  # as far as contexts reach
 
 
-@pytest.mark.parametrize("name", ["rope", "logn_p_rope", "alibi", "scale_invariant_p_rope"])
+@parametrize("name", ["rope", "logn_p_rope", "alibi", "scale_invariant_p_rope"])
 def test_scores_of_heads_equal_sums_over_pairs(name):
     model = make_random_gpt(name)
     tokens, _ = random_tokens(2 * SPAN + heads.GAP, batch=3)
@@ -80,7 +80,7 @@ def test_scores_of_heads_equal_sums_over_pairs(name):
     assert heads.head_scores(model, tokens) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.slow
+@slow
 def test_heads_form_at_the_first_checkpoint_above_the_threshold(tmp_path, monkeypatch):
     path = train_tiny_run(tmp_path, "--method rope --save_every 1 --keep 9 --val_lengths 240")
     stored = read_run(path)
@@ -93,7 +93,7 @@ def test_heads_form_at_the_first_checkpoint_above_the_threshold(tmp_path, monkey
     assert row[1:-1] == ["RoPE", "2.0", "not"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@parametrize("name", NAMES)
 def test_scores_and_their_quantiles_equal_dense_scores(name):
     model, (tokens, _) = make_random_gpt(name), random_tokens(43, batch=2)
     forms = [False, True] if name in ROTATING else [False]
@@ -109,8 +109,8 @@ def test_scores_and_their_quantiles_equal_dense_scores(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", [1, 150])
-@pytest.mark.parametrize("case", """rope | p_rope | rope_ntk | yarn | logn_rope | logn_ntk | alibi | nope
+@parametrize("length", [1, 150])
+@parametrize("case", """rope | p_rope | rope_ntk | yarn | logn_rope | logn_ntk | alibi | nope
     | scale_invariant_p_rope learn_tau=True | scale_invariant_p_rope+sink | scale_invariant_nope learn_moments=True
     | scale_invariant_nope learn_gain=True tau_ratio=0.5 | scale_invariant_rope skip_first=True tau=0.01
     | rope+window window=5 | nope+forget | scale_invariant_p_rope+forget+window window=29""".split("|"))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import refuses, table, write_files
+from commands import parametrize, refuses, table, write_files
 from numpy.testing import assert_array_equal
 from test_text import make_documents, write_lines
 from test_train import write_shards
@@ -111,7 +111,7 @@ def test_an_example_depends_on_seed_split_length_and_index_alone(data):
     assert len({str(example[-30:]) for example in examples}) == 5
 
 
-@pytest.mark.parametrize("length", [211, 1000, 4096])
+@parametrize("length", [211, 1000, 4096])
 def test_an_example_is_haystack_needles_and_response_of_exact_length(data, length):
     known = documents(data.train)
     for index in range(5):

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 from attention_cases import random
-from commands import table
+from commands import parametrize, table
 
 from optim import muon
 from optim.muon import Muon, shape_scale
@@ -52,7 +52,7 @@ def reference_muon(p, steps):
     return p
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@parametrize("compile", [False, True])
 def test_muon_matches_a_float64_reference(compile):
     params = make_parameters(ONE_BATCH if compile else SHAPES)
     start = [p.detach().clone() for p in params]
@@ -71,8 +71,8 @@ def test_matrices_of_one_shape_up_to_transposition_share_a_batch(monkeypatch):
     assert sorted(shapes) == [(1, 24, 95), (2, 24, 96), (4, 24, 24)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", ["64x64", "96x32", "32x96"])
+@parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize("shape", ["64x64", "96x32", "32x96"])
 def test_singular_values_of_the_update_are_near_one(shape, dtype):
     (p,) = make_parameters(shape)
     u, s, v = torch.linalg.svd(p.detach(), full_matrices=False)

@@ -8,7 +8,7 @@ import re
 import matplotlib.image
 import numpy as np
 import pytest
-from commands import ROOT, exit_code, table, update_json, write_files
+from commands import ROOT, exit_code, slow, table, update_json, write_files
 
 from configs.sweeps import SCALES
 from results import reach
@@ -21,7 +21,7 @@ from scripts.shared.runs import read_runs
 from scripts.shared.sweeps import all_sweeps, studies, sweep
 from scripts.shared.tables import format_mean
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 
 HEADER = "python 3.12.1, torch {}, numpy 2.3.0\ndevice: an abacus\ncommit: 0123abc\nstarted: 2026-11-28T09:30:00\n"
 # The log of a run that was resumed with another torch.

@@ -22,7 +22,7 @@ from attention_cases import (
     random,
     random_qkv,
 )
-from commands import refuses, table
+from commands import parametrize, refuses, slow, table
 from reference import alibi_slopes
 from test_gpt import make_random_gpt, random_tokens
 
@@ -34,7 +34,7 @@ from model.methods.names import layer_pattern
 
 LARGE = [(1, 4, 32, 130), (1, 2, 8, 300)]  # batch, heads, head dimension, tokens
 SHAPES = [(2, 3, 16, 1), (2, 3, 16, 37)]
-SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in LARGE]
+SHAPES += [pytest.param(*shape, marks=slow) for shape in LARGE]
 CASES = """fox | p_rope+forget | scale_invariant+forget | p_rope+scale_invariant+forget | rope+window window=29
     | p_rope+window window=1 | p_rope+sink | p_rope+scale_invariant+sink | kerple_log | kerple_power | bam | bam_ssmax
     | p_rope+bam+sink | scale_invariant_nope skip_first=True | nape | log_beyond | log_steps floor=10.0
@@ -263,8 +263,8 @@ def check_formula(method, formula, length, batch, tolerances):
                 assert_near(last, expected[:, :, half:], tolerance)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("batch, num_heads, head_dim, length", SHAPES)
+@parametrize("case", CASES)
+@parametrize("batch, num_heads, head_dim, length", SHAPES)
 def test_every_backend_computes_the_formula_of_the_paper(case, batch, num_heads, head_dim, length):
     name, options = parse(case)
     method = make(name, num_heads, head_dim, **options)
@@ -274,13 +274,13 @@ def test_every_backend_computes_the_formula_of_the_paper(case, batch, num_heads,
     check_formula(method, OUTPUTS.get(name, softmax_attention), length, batch, tolerances)
 
 
-@pytest.mark.parametrize("name", ["fox", "nape"])
+@parametrize("name", ["fox", "nape"])
 def test_a_method_that_needs_the_layer_s_input_is_refused_without_it(name):
     with refuses(name, r"\bx\b"):
         attend(make(name), *random_qkv(2, 8, 5))
 
 
-@pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
+@parametrize("name", ["kerple_log", "kerple_power"])
 def test_kerple_starts_evenly_over_its_authors_range(name):
     t, head = torch.tensor([0.0, 1.0, 7.0]).double(), torch.arange(4)[:, None]
     p = (2 * head + 1) / 4
@@ -315,16 +315,13 @@ def test_stick_breaking_survives_large_logits():
 
 
 @torch.no_grad()
-def test_fire_scales_with_the_lengths_and_starts_at_random():
-    published, small = (make("fire", position_scale=scale).replacement for scale in (1, 1 / 16))
-    assert (published.c, published.threshold, small.c, small.threshold) == (0.1, 512, 1.6, 32)
-    for method in (published, small):
-        method.reset_parameters()
-    numbers = torch.cat((published.output, small.output))
-    assert numbers.unique().numel() == numbers.numel()
+def test_fire_starts_at_random():
+    replacement = make("fire").replacement
+    replacement.reset_parameters()
+    assert replacement.output.unique().numel() == replacement.output.numel()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_xsa_leaves_an_output_whose_value_is_zero(dtype):
     y, v, _ = cast(random_qkv(2, 8, 5), dtype)
     v.data[:, :, 3] = 0
@@ -371,7 +368,7 @@ def test_a_model_of_layers_that_differ_equals_its_layers():
     assert_near(model(tokens, targets), expected.detach(), 1e-5)
 
 
-@pytest.mark.slow
+@slow
 def test_layers_of_all_kinds_compile_to_one_graph():
     """Inductor would take a minute. Its inputs, the graphs forward and backward, run as they are."""
     method = "nape,kerple_log,pope+scale_invariant,stick_breaking,log_beyond,wall,bam+xsa,softplus,grape_ap,nape_entmax"

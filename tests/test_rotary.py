@@ -1,9 +1,10 @@
-"""Rotation: the numbers of the papers, and the tables of far positions against the float64 reference."""
+"""Rotation has the numbers of the papers. Rotation, a_t and m_t of far positions are those of the reference."""
 
 import pytest
 import reference
 import torch
 from attention_cases import assert_near, attend, parse, random_qkv
+from commands import parametrize
 from test_methods import make
 from torch.testing import assert_close
 
@@ -18,7 +19,7 @@ def test_frequencies_have_the_published_numbers():
     assert_close(barbero, torch.where(k < 48, 10_000 ** (-k / 64), 0))
 
 
-@pytest.mark.parametrize("train_length, low, high", [(4096, 20, 46), (16_384, 30, 55)])
+@parametrize("train_length, low, high", [(4096, 20, 46), (16_384, 30, 55)])
 def test_yarn_keeps_the_pairs_up_to_low_and_slows_those_from_high_on_by_s(train_length, low, high):
     theta, gain = reference.rotation("yarn", 128, train_length, 4 * train_length)
     share_kept = (theta / reference.rope_frequencies(128) - 1 / 4) / (3 / 4)
@@ -27,16 +28,16 @@ def test_yarn_keeps_the_pairs_up_to_low_and_slows_those_from_high_on_by_s(train_
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("head_dim, train_length, target_length", [
+@parametrize("head_dim, train_length, target_length", [
     (16, 4096, 65_536),
     (128, 4096, 16_384),
     (128, 4096, 4096),
     (16, 65_536, 4 * 65_536),  # yarn's ramp ends beyond the last pair, so this pair keeps a part of its frequency
 ])
-@pytest.mark.parametrize("case", """rope | p_rope | p_rope form=barbero share=0.75 | rope_ntk | rope_ntk stretch=4.0
-    | yarn""".split("|"))
-def test_the_last_position_is_rotated_as_in_float64(case, head_dim, train_length, target_length):
-    """One sharp query over all keys. Angles computed in float32 would be wrong by up to 65535 * 2^-24 radians."""
+@parametrize("case", """rope | p_rope | p_rope form=barbero share=0.75 | rope_ntk | rope_ntk stretch=4.0
+    | yarn | scale_invariant_p_rope | scale_invariant_nope tau=3.0""".split("|"))
+def test_the_last_position_is_as_exact_as_in_float64(case, head_dim, train_length, target_length):
+    """One query over all keys. Angles computed in float32 would be wrong by up to 65535 * 2^-24 radians."""
     name, options = parse(case)
     keys = min(target_length, 65_536)
     q, k, v = (x.float() for x in random_qkv(1, head_dim, keys, batch=1))

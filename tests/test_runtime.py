@@ -10,7 +10,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from commands import ROOT, names, python, read_json, refuses, table, write_files
+from commands import ROOT, names, parametrize, python, read_json, refuses, table, write_files
 from test_data import flip
 
 from configs.config import Config
@@ -45,7 +45,7 @@ def test_ranks_that_cannot_all_compile_are_refused():
         compile_model(Mock(), Config(compile="off"), Mixed(0, 3, CPU))
 
 
-@pytest.mark.parametrize("setting", [{}, dict(PYTORCH_CUDA_ALLOC_CONF="x:y", TORCHINDUCTOR_COMPILE_THREADS="7")])
+@parametrize("setting", [{}, dict(PYTORCH_CUDA_ALLOC_CONF="x:y", TORCHINDUCTOR_COMPILE_THREADS="7")])
 def test_a_rank_binds_its_gpu_and_keeps_the_settings_of_the_user(setting, monkeypatch):
     kept = os.environ.keys() - {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCHINDUCTOR_COMPILE_THREADS"}
     torchrun = "RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 MASTER_ADDR=node1 MASTER_PORT=29500"
@@ -140,7 +140,7 @@ def test_a_link_is_replaced_and_never_followed(tmp_path):
 # ---- checkpoint
 
 
-@pytest.mark.parametrize("keep", [1, 3])
+@parametrize("keep", [1, 3])
 def test_only_the_newest_checkpoints_are_kept_and_the_latest_is_by_step(tmp_path, keep):
     assert latest_checkpoint(tmp_path) is None
     (tmp_path / "step_2000000.pt.partial").write_text("half")  # of a killed run: the next save removes it
@@ -215,7 +215,7 @@ def test_resume_drops_records_after_the_checkpoint_and_the_repeated_validation(t
     assert read_metrics(metrics.path) == [*kept, {"step": 11}]
 
 
-@pytest.mark.parametrize("line", [b'{"step": 2, "lo', b"\xff\xfe"])
+@parametrize("line", [b'{"step": 2, "lo', b"\xff\xfe"])
 def test_a_damaged_line_of_the_metrics_is_named(tmp_path, line):
     write_files(tmp_path, {"metrics.jsonl": b'{"step": 1}\n' + line + b'\n{"step": 3}\n'})
     with refuses("metrics.jsonl, line 2"):
@@ -291,7 +291,7 @@ def test_hopper_gets_the_newest_ptxas(release, major, cuda, named, chosen, tmp_p
     assert (version, path) == (tool.version, tool.path)
 
 
-@pytest.mark.parametrize("name, peak", [
+@parametrize("name, peak", [
     ("NVIDIA H100 80GB HBM3", pytest.approx(989.4e12)), ("NVIDIA H100 PCIe", pytest.approx(756.5e12)),
     ("Tesla T4", None),
 ])

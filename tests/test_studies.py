@@ -7,7 +7,7 @@ import statistics
 
 import numpy as np
 import pytest
-from commands import ROOT
+from commands import ROOT, parametrize, slow
 from scipy.stats import t as student
 from test_reproduce import cells_of, rows_of, table_of
 
@@ -27,7 +27,7 @@ from scripts.shared.runs import StoredRun, read_runs
 from scripts.shared.sweeps import studies, sweep
 from scripts.shared.tables import format_mean, mean_and_stderr
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 
 QUARTER = "form=barbero share=0.25"
 FAST, XSA, ALIBI = f"{SI} {QUARTER}", f"p_rope+scale_invariant+xsa {QUARTER}", "alibi slope_scale=4"
@@ -87,7 +87,7 @@ def test_differences_of_methods_with_unequal_variance_follow_welch():
 
 
 @pytest.mark.filterwarnings("ignore:Precision loss")
-@pytest.mark.parametrize("odd", [[4.0, 4.0, 4.0], [4.0, math.nan, 4.1]])
+@parametrize("odd", [[4.0, 4.0, 4.0], [4.0, math.nan, 4.1]])
 def test_losses_that_are_equal_or_not_finite_leave_the_other_methods_their_tests(odd):
     rows = differences(samples(0.012, (("alibi", 256), odd)), SI, [256])
     assert rows[0]["p"] > 0.01 and rows[0]["stderr"] > 0
@@ -168,7 +168,7 @@ def first_above_one(points):
             return x if low >= 1 else float(np.interp(1, [low, high], [x, end]))
 
 
-@pytest.mark.parametrize("curve, expected", [
+@parametrize("curve, expected", [
     ([(0, 0), (1, 0.5), (2, 2.5), (3, 0.1)], 1.25),
     ([(0, -0.2), (1, 0.9)], None),
     ([(0, 3.0), (1, 4.0)], 0),
@@ -199,7 +199,7 @@ def plain_value(measure, line):
     return line.get("far_gain", {}).get("far") if measure.startswith("far") else line["val_loss"].get(number[0])
 
 
-@pytest.mark.parametrize("item", STUDIES)
+@parametrize("item", STUDIES)
 def test_registered_tests_stay_and_follow_from_the_kept_runs(item):
     scale = STUDIES[item].SCALE
     study = open_study(item, scale, scale)
@@ -222,7 +222,7 @@ def test_registered_tests_stay_and_follow_from_the_kept_runs(item):
         assert_paired(paired, expected)
 
 
-@pytest.mark.parametrize("scale, seeds", [("taught", [1, 2, 3]), ("far", [0, 1, 2, 3])])
+@parametrize("scale, seeds", [("taught", [1, 2, 3]), ("far", [0, 1, 2, 3])])
 def test_rotation_tests_the_rules_and_their_interaction_with_the_rotation(scale, seeds):
     random, losses, runs = np.random.default_rng(), {}, []
     for run in sweep(f"{scale}_rotation", scale, seeds=[0, 1, 2, 3]):
@@ -285,7 +285,7 @@ def test_the_tables_of_far_are_means_of_the_kept_runs():
     assert error == pytest.approx(difference.std() / 16**0.5, rel=0.1)
 
 
-@pytest.mark.parametrize("place, item, number, field", [
+@parametrize("place, item, number, field", [
     ("taught", "taught", 1, "val_loss"), ("taught", "taught", 2, "copy_gain"), ("mini", "table_losses", 1, "val_loss"),
 ])
 def test_tables_are_means_of_the_kept_runs_beside_the_papers_numbers(place, item, number, field):

@@ -21,6 +21,7 @@ from commands import (
     is_alive,
     names,
     read_json,
+    slow,
     succeeds,
     table,
     update_json,
@@ -151,7 +152,7 @@ def test_finished_runs_are_left_alone_whatever_their_name(copied, data):
     assert contents(copied) == before
 
 
-@pytest.mark.slow
+@slow
 def test_a_killed_run_of_a_stopped_sweep_ends_like_an_undisturbed_one(data, finished, tmp_path):
     """test_needle.py kills fine-tunings."""
     folder = tmp_path / "runs" / run().name
@@ -169,7 +170,7 @@ def test_a_killed_run_of_a_stopped_sweep_ends_like_an_undisturbed_one(data, fini
     assert names(folder.parent) == [folder.name]
 
 
-@pytest.mark.slow
+@slow
 def test_two_processes_a_run(data, tmp_path, capsys):
     argv = ["--gpus-per-run", 2, "--retries", 0]
     assert here(*options(data, tmp_path, more="--steps 5"), *argv) == 0
@@ -249,7 +250,7 @@ def test_a_run_on_other_data_or_with_a_damaged_summary_does_not_count(copied, da
     assert state(data) == "other"
 
 
-@pytest.mark.slow
+@slow
 def test_states_of_fine_tuning(copied, data, capsys):
     folder = copied / run().name
     summary = folder / "needle" / "summary.json"
@@ -284,7 +285,7 @@ def test_c4_is_fetched_once_before_anything_is_trained(data, tmp_path, monkeypat
 # ---- clusters --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@slow
 def test_a_preempted_job_is_queued_again_and_resumes(data, finished, tmp_path, monkeypatch):
     """submitit's local executor takes Slurm's place."""
     import submitit

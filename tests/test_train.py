@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from commands import ROOT, TWO_RANKS, fails, names, python, read_json, succeeds, table
+from commands import ROOT, TWO_RANKS, fails, names, parametrize, python, read_json, slow, succeeds, table
 from test_gpt import plain_layers
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_flatten
@@ -220,7 +220,7 @@ def test_the_weights_of_one_training_are_validated_as_others(data, tmp_path):
         assert losses["16"] == summary["val_loss"]["16"] and losses["64"] != summary["val_loss"]["64"]
 
 
-@pytest.mark.parametrize("length", [16, 64])
+@parametrize("length", [16, 64])
 def test_validation_equals_a_plain_loop(finished, data, length):
     """Losses by position are means over 1, 1, 2, 4, 8, ... positions."""
     losses = validation_losses(finished, data, length, 256)  # (256 / length, length)
@@ -269,7 +269,7 @@ def assert_resumes(data, runs, whole, more=""):
     assert_same_run(folder, whole)
 
 
-@pytest.mark.parametrize("more", ["", SCHEDULE, "--val_profile fast --val_every 2"])
+@parametrize("more", ["", SCHEDULE, "--val_profile fast --val_every 2"])
 def test_resumes_bit_for_bit_and_random_numbers_go_on(data, tmp_path, monkeypatch, more):
     """Our methods draw no random numbers in a step, but a user's method may."""
     drawn, log_step = [], Run.log_step
@@ -285,7 +285,7 @@ def test_resumes_bit_for_bit_and_random_numbers_go_on(data, tmp_path, monkeypatc
     assert 0 < again < 20 and drawn[20:] == drawn[20 - again : 20] and gc.get_freeze_count() == 0
 
 
-@pytest.mark.slow
+@slow
 def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
     """The resumed run compiles its graphs anew. It does not take them from the cache of the first run."""
     if not (shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()):
@@ -306,12 +306,12 @@ def test_finished_run_is_not_repeated(data, copied):
 # ---- micro-batches, and shorter sequences first ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [16, 48, 128])  # 8, 3 and 1 micro-batches, the second kind uneven
+@parametrize("tokens", [16, 48, 128])  # 8, 3 and 1 micro-batches, the second kind uneven
 def test_losses_do_not_depend_on_the_micro_batch(data, finished, tmp_path, tokens):
     assert_close_run(train_here(data, tmp_path, f"--micro_batch_tokens {tokens}"), finished)
 
 
-@pytest.mark.slow
+@slow
 def test_a_length_schedule_trains_on_the_same_tokens_on_any_number_of_processes(data, finished, tmp_path):
     folder = train_here(data, tmp_path / "one", SCHEDULE)
     first, second = (steps_and_validations(f)[0] for f in (folder, finished))
@@ -359,7 +359,7 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(data, copied, tmp_pat
 # ---- weights of another run ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["scale_invariant_p_rope", "nope", "logn_p_rope"])
+@parametrize("method", ["scale_invariant_p_rope", "nope", "logn_p_rope"])
 def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(data, finished, tmp_path, method):
     more = f"--init_from {finished} --method {method} --steps 6 --cooldown_steps 0 --val_every 0 --save_every 3"
     folder = train_here(data, tmp_path, more)
@@ -374,7 +374,7 @@ def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(d
     assert_resumes(data, tmp_path / "resumed", folder, more)
 
 
-@pytest.mark.slow
+@slow
 def test_a_run_may_start_from_a_method_whose_parameters_have_the_same_names(data, tmp_path):
     short = "--steps 1 --cooldown_steps 0"
     first = train_here(data, tmp_path / "wall", f"--method wall {short}")

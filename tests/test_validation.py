@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 
 import pytest
+from commands import parametrize
 
 from configs.presets import preset
 from measure.flops import attention_flops_per_token, forward_flops_per_token, validation_share
@@ -33,7 +34,7 @@ def test_fast_validates_the_other_lengths_on_a_quarter_every_500_steps():
     assert plans(dataclasses.replace(preset("gpt_162m_16k"), val_profile="fast")) == expected | {4578: ALL}
 
 
-@pytest.mark.parametrize("profile", ["paper", "fast", "light"])
+@parametrize("profile", ["paper", "fast", "light"])
 def test_without_val_every_all_profiles_validate_at_the_end_only(profile):
     assert plans(changed(val_every=0, val_profile=profile)) == {4578: ALL}
 
@@ -46,7 +47,7 @@ def test_light_validates_short_lengths_and_gaps_on_a_sixteenth():
     assert validation_gaps(config, ALL, last=True) == [256, 1024, 1025]
 
 
-@pytest.mark.parametrize("lengths, tokens, part", [
+@parametrize("lengths, tokens, part", [
     ((64, 96), 960, 192),
     ((64, 96), 384, 192),
     ((16, 48), 48, 48),
@@ -79,7 +80,7 @@ def test_flops_of_wider_queries_and_keys():
     assert 2 * wide == 3 * plain
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 256])
+@parametrize("length", [1, 31, 32, 33, 256])
 def test_flops_of_windows_and_gates(length):
     """Windows cost as many FLOPs as pairs that are seen, counted one by one. Gates cost a matrix product."""
     windowed = changed(num_layers=5, method="rope+window,rope", method_options=dict(window=32))
