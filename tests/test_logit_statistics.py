@@ -139,7 +139,7 @@ def test_a_run_of_ours(tmp_path, monkeypatch):
     assert len(layers) == 3 and layers[2]["rotated"]
 
 
-def test_the_papers_six_figures(tmp_path, call):  # noqa: F811
+def test_the_papers_six_figures_and_two_of_a_run(tmp_path, call):  # noqa: F811
     scores = torch.randn(2, 40, dtype=torch.float64)
     layers = [describe_scores(scores, layer=0, rotated=rotated) for rotated in (False, True)]
     about = dict.fromkeys("text text_sha256 scale dtype device commit made command".split(), "?")
@@ -150,4 +150,4 @@ def test_the_papers_six_figures(tmp_path, call):  # noqa: F811
     titles = [title for title, _ in PAPERS_MODELS.values()]
     assert code == 0 and all(output.out.count(f"| {title} ") == 2 for title in (*titles, "run"))
     figures = [*(tmp_path / "out/figures").iterdir()]
-    assert len(figures) == 6 and all(map(is_figure, figures))
+    assert len(figures) == 8 and all(map(is_figure, figures))

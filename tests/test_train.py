@@ -9,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import reference
 import torch
 from commands import ROOT, TWO_RANKS, fails, names, parametrize, python, read_json, slow, succeeds, table
-from test_gpt import plain_layers
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_flatten
 
@@ -21,6 +19,7 @@ from configs.command_line import read_config
 from data.shard_writer import ShardWriter
 from data.shards import open_split
 from model.gpt import GPT
+from model.scores import attention_by_layer
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.metrics import read_metrics
 from runtime.run import Run
@@ -154,12 +153,21 @@ def plain_losses(model, rows):
     return torch.stack(losses)
 
 
+def trained_model(folder, data, method="scale_invariant_p_rope"):
+    """Return the model of the last checkpoint, with the weights that a method has."""
+    model = GPT(read_config(arguments(data, folder, f"--method {method}")), torch.float32)
+    model.load_state_dict(newest_state(folder)["model"], strict=False)
+    return model
+
+
+def sequences(text, length):
+    """Return the sequences of a text with one more token each, (sequences, length + 1)."""
+    return np.lib.stride_tricks.sliding_window_view(text, length + 1)[::length]
+
+
 def validation_losses(folder, data, length, num_tokens):
     """Return the losses of the last checkpoint on the first tokens of the validation text, (sequences, length)."""
-    model = GPT(read_config(arguments(data, folder.parent)), torch.float32)
-    model.load_state_dict(newest_state(folder)["model"])
-    windows = np.lib.stride_tricks.sliding_window_view(validation_tokens(data), length + 1)
-    return plain_losses(model, windows[:num_tokens:length])
+    return plain_losses(trained_model(folder, data), sequences(validation_tokens(data), length)[: num_tokens // length])
 
 
 # ---- files and records of a run --------------------------------------------------------------------------------------
@@ -245,15 +253,12 @@ def test_parameters_of_a_method_are_recorded(data, tmp_path):
     assert steps[-1]["lr"]["scalars"] == 0.002
 
 
-def test_largest_logits_are_dense_ones(data, finished):
-    """They are of 2,048 validation tokens, more than the text has."""
-    name, tokens = "scale_invariant_p_rope", torch.from_numpy(np.resize(validation_tokens(data), (128, 16))).long()
-    weights = {key: weight.double() for key, weight in newest_state(finished)["model"].items()}
-    largest = {}
-    for number, (q, k, *_) in enumerate(plain_layers(name, weights, tokens, num_heads=2)):
-        largest[str(number)] = reference.attention_logits(name, q, k, train_length=16).max().item()
+def test_largest_logits_are_of_the_validation_text(data, finished):
+    """They are of 2,048 tokens, more than the text has. test_logits.py compares the function with dense logits."""
+    tokens, model = np.resize(validation_tokens(data), (128, 16)), trained_model(finished, data)
+    found = attention_by_layer(model, torch.from_numpy(tokens).long(), model.plan(16))
     _, validations = steps_and_validations(finished)
-    assert len(largest) == 2 and validations[-1]["max_logit"] == pytest.approx(largest, rel=1e-4)
+    assert validations[-1]["max_logit"] == pytest.approx(found["max_logit"], rel=1e-4)
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------------
@@ -363,11 +368,9 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(data, copied, tmp_pat
 def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(data, finished, tmp_path, method):
     more = f"--init_from {finished} --method {method} --steps 6 --cooldown_steps 0 --val_every 0 --save_every 3"
     folder = train_here(data, tmp_path, more)
-    model = GPT(read_config(arguments(data, tmp_path, f"--method {method}")), torch.float32)
-    model.load_state_dict(newest_state(finished)["model"], strict=False)
     stream = open_split(data, "train", 64)
     text = stream.read(20 * 128, 129, 64)  # after the 20 steps of the source
-    expected = plain_losses(model, np.lib.stride_tricks.sliding_window_view(text, 17)[::16]).mean().item()
+    expected = plain_losses(trained_model(finished, data, method), sequences(text, 16)).mean().item()
     assert steps_and_validations(folder)[0][0]["train_loss"] == pytest.approx(expected, abs=1e-4) and expected < 3.5
     used = read_json(folder / "data.json")["train"]
     assert used == stream.fingerprint((20 + 6) * 128) != stream.fingerprint(6 * 128)
