@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
+from operator import attrgetter
 
 import pytest
 import torch
@@ -84,6 +85,8 @@ def test_the_presets_are_the_papers(name, train_length, tokens, paper, steps, fa
     scale_invariant_p_rope | score_change | tau         | 10    | 10
     alibi                  | score_change | slope_scale | 1     | 16
     log_offset             | query_scale  | offset      | 500   | 31.25
+    nape                   | score_change | slope_scale | 1     | 16
+    grape_ap               | replacement.alibi | slope_scale | 1 | 16
     fire                   | replacement  | c           | 0.1   | 1.6
     fire                   | replacement  | threshold   | 512   | 32
 """)
@@ -93,7 +96,7 @@ def test_lengths_in_tokens_are_scaled_by_one_factor(name, method, part, option, 
     paper = dataclasses.replace(mini, position_scale=1.0)
     given = dataclasses.replace(mini, method_options={option: 7.0})  # options are taken as they are
     methods = [build(config).blocks[0].attention.method for config in (mini, paper, given)]
-    assert [getattr(getattr(method, part), option) for method in methods] == [float(scaled), float(of_the_paper), 7]
+    assert [*map(attrgetter(f"{part}.{option}"), methods)] == [float(scaled), float(of_the_paper), 7]
 
 
 # ---- the hash ----

@@ -134,8 +134,8 @@ def test_a_run_of_ours(tmp_path, monkeypatch):
     tokens = [tokenizer.eot, *tokenizer.encode((tmp_path / "0.txt").read_text())][:30]
     expected = own.layer_scores(model, torch.tensor([tokens]), 2**18)
     for row, (layer, rotated, scores) in zip(layers, expected, strict=True):
-        assert (row["layer"], row["rotated"]) == (layer, rotated)
-        assert row["heads"][0]["std"] == pytest.approx(scores[0].std(correction=0).item())
+        found = row["layer"], row["rotated"], row["heads"][0]["std"]
+        assert found == (layer, rotated, pytest.approx(scores[0].std(correction=0).item()))
     assert len(layers) == 3 and layers[2]["rotated"]
 
 

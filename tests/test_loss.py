@@ -58,12 +58,6 @@ def test_losses_and_gradients(N, C, V, chunks):
     check(*make(N, C, V))
 
 
-def test_transposed_and_contiguous_tensors():
-    x, head, targets = make(300, 20, 50)
-    for tensor in cast([x.T.contiguous().T, x.contiguous()], torch.float32):
-        check(tensor, head, targets.contiguous())
-
-
 @parametrize("dtype", [torch.bfloat16, torch.float16])
 @parametrize("N", [200, 1000])
 def test_low_precision_is_as_near_as_autograd_through_float32_logits(dtype, N):

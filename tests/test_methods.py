@@ -1,6 +1,5 @@
 """The paper's methods against the float64 formulas of reference.py: values, gradients, names, options, refusals."""
 
-import cmath
 import dataclasses
 import math
 
@@ -93,25 +92,6 @@ def test_output_and_logits_are_the_reference(case, batch, num_heads, head_dim, l
             assert torch.equal(logits.isneginf(), truth.isneginf())
             truth_gradients = gradients(truth.tril(), exact[:2] + exact_parameters)
             assert_same_function(logits.tril(), [q, k, *parameters], truth.tril(), truth_gradients, tolerance)
-
-
-def test_reference_attention_is_a_loop_over_tokens():
-    """The reference against the formulas in plain Python, for the paper's method: one head, five tokens, D = 8."""
-    *qk, v = inputs = random_qkv(1, 8, 5, batch=1)
-    output = reference.attend("scale_invariant_p_rope", *inputs, train_length=4)[0, 0]
-    pairs = (x[0, 0].unflatten(-1, (2, 4)) for x in qk)  # (T, 2, D / 2): two numbers turn together
-    q, k = (torch.complex(x[:, 0], x[:, 1]).tolist() for x in pairs)
-    theta = [1, 1 / 1024, 0, 0]
-    for i in range(5):
-        weights = []
-        for t in range(i + 1):
-            score = 0
-            for pair, other, angle in zip(q[i], k[i - t], theta):
-                score += (pair * other.conjugate() * cmath.exp(-1j * t * angle)).real
-            a = math.sqrt(1 + 2 * math.log(1 + t / 10))
-            weights.append(math.exp(a * score / math.sqrt(8) + 1 - a * a))
-        expected = sum(w * v[0, 0, i - t] for t, w in enumerate(weights)) / sum(weights)
-        assert_close(output[i], expected, rtol=0, atol=1e-12)
 
 
 # ---- names and combinations ------------------------------------------------------------------------------------------

@@ -53,12 +53,6 @@ def test_iid_entropy_follows_the_papers_formulas(tau):
     assert not rows
 
 
-def test_all_draws_are_made_in_bounded_chunks():
-    chunks = list(theory.gaussian_scores(37, 100_000, torch.Generator().manual_seed(0)))
-    assert sum(len(chunk) for chunk in chunks) == 37
-    assert max(chunk.numel() for chunk in chunks) <= theory.CHUNK
-
-
 @parametrize("scaled", [True, False])
 def test_entropies_of_ranges_of_distances_follow_the_papers_formula(scaled):
     rows = iter(theory.iid_range_entropy([13, 40], [3, 5], 6, 2, scaled, tau=4.0))
