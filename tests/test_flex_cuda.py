@@ -22,6 +22,7 @@ SHARED_LIMIT = {90: 232_448, 80: 166_912}  # bytes of shared memory that a block
 MOST_SPILLS = 6  # instructions of one thread for one logit, of 20 to 80 of all kinds
 LOOPS = dict(forward=1, backward=2)  # over tiles; the backward kernel computes dq in one, dk and dv in the other
 
+
 def make_cases(text):
     """Return the arguments of flex_code.compile_case for each case: a method, its options and these settings."""
     cases = []

@@ -99,15 +99,6 @@ def test_two_calls_give_the_same_bits(count, threads):
     assert all(map(torch.equal, *runs))
 
 
-@parametrize("most, sizes", [(10, "10"), (9, "5 5"), (4, "4 4 2"), (1, "1 1 1 1 1 1 1 1 1 1")])
-def test_chunks_are_equal_and_share_their_memory(most, sizes, chunks):
-    chunks(most)
-    x, head, _ = make(10, 3, 7)
-    _, logits = zip(*loss.logits_in_chunks(x.detach(), head.detach()))
-    assert [len(chunk) for chunk in logits] == [*map(int, sizes.split())]
-    assert len({chunk.data_ptr() for chunk in logits}) == 1
-
-
 @half_precision
 def test_no_tensor_is_larger_than_a_chunk_and_no_matmul_is_done_twice(dtype, chunks):
     x, head, targets = make(2000, 8, 90, dtype)  # 180,000 logits; 250 x 90 are a chunk

@@ -314,12 +314,6 @@ def test_a_mean_is_over_losses_on_the_same_tokens(tmp_path, call, drawn):
     assert steps == [[0, 200, 400, 640], [640], [640]]
 
 
-def test_models_are_shown_at_their_training_length(tmp_path, call, drawn):
-    write_study(tmp_path / "runs", "figure_train_lengths")
-    assert call("figure_train_lengths --scale mini")[0] == 0
-    assert [len(curves_of(panel)) for panel in drawn["figure_train_lengths"][0]] == [10, 9, 9]
-
-
 def test_a_loss_that_is_not_a_number_is_a_gap_and_a_damaged_record_is_named(tmp_path, call):
     runs = sweep("figure_train_4k", "mini", seeds=[0], methods=["rope", "alibi"])
     folders = {run.config.method: write_run(tmp_path / "runs", run, same(run)) for run in runs}
