@@ -40,6 +40,7 @@ from scripts.hf.training import AdamW, WithLoss
 
 transformers.utils.logging.disable_progress_bar()  # it writes to stderr
 STEPS = 4
+SIZES = dict(hidden_size=64, max_position_embeddings=64, initializer_range=0.06)
 FIELDS = "--dtype bfloat16 --device cpu --train_length 64 --batch_tokens 256 --micro_batch_tokens 128 --save_every 2 \
 --keep 2 --val_lengths 64 256 1024 --val_tokens 1024 --lr 0.001 --name run"
 
@@ -48,8 +49,7 @@ FIELDS = "--dtype bfloat16 --device cpu --train_length 64 --batch_tokens 256 --m
 def place(tmp_path_factory):
     """A folder with model/, data/ and its text/."""
     folder = tmp_path_factory.mktemp("llama")
-    sizes = dict(hidden_size=64, max_position_embeddings=64, initializer_range=0.06)
-    save_model(folder / "model", **sizes, tie_word_embeddings=True)
+    save_model(folder / "model", **SIZES)
     write_files(folder / "text", {f"{number}.txt": text for number, text in enumerate(texts(60))})
     prepare([folder / "text"], folder / "data", str(folder / "model"), val_fraction=0.3)
     return folder
@@ -119,10 +119,20 @@ def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
     saved = load_model(run / "model")
-    assert saved.lm_head.weight is saved.model.embed_tokens.weight  # one tensor, trained once
     for name, p in model.named_parameters():
         assert_close(saved.get_parameter(name).double(), p, rtol=0, atol=2e-5)
     assert load_tokenizer(run / "model").vocab_size == VOCAB
+
+
+def test_tied_embeddings_are_one_tensor_that_is_trained_once(place, tmp_path):
+    """AdamW's first step moves a weight by the learning rate."""
+    save_model(tmp_path / "model", **SIZES, tie_word_embeddings=True)
+    fields = "--method rope --dtype float32 --val_lengths 64 --lr 1e-4"
+    run = train(place, tmp_path, fields, model=tmp_path / "model", steps="--steps 1")
+    before, after = (load_model(folder / "model") for folder in (tmp_path, run))
+    assert after.lm_head.weight is after.model.embed_tokens.weight
+    moved = (after.lm_head.weight - before.lm_head.weight).abs()
+    assert 0 < moved.max() < 1.1e-4
 
 
 def test_recomputed_activations_give_the_same_gradients(place):

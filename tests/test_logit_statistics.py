@@ -68,7 +68,7 @@ def exact_scores(model, tokens):
     T = tokens.shape[1]
     i, j = torch.tril_indices(T - 1, T - 1, offset=-1) + 1
     scale = getattr(model.config, "query_pre_attn_scalar", 16) ** -0.5
-    turn = torch.arange(T).double(), reference.rope_frequencies(16, 500.0)
+    turn = -torch.arange(T).double(), reference.rope_frequencies(16, 500.0)  # the reference turns the other way
     scores = {}
     for layer, rotated in KEYS:
         q, k = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in projected[2 * layer :][:2])

@@ -271,11 +271,12 @@ def test_the_tables_of_far_are_means_of_the_kept_runs():
             means = [np.mean([values[i.bit_length()] for i in range(256, length)]) for values in octaves]
             column = 1 + [512, 2048, 8192].index(length)
             assert late[series_name(series)][column].strip("*") == mean_of(means)
-    ours, logn = (
-        np.mean([lines[series, seed]["val_loss_by_block"]["8192"] for seed in range(3)], axis=0)
-        for series in (SI, "logn_p_rope")
-    )
-    difference = np.reshape(ours - logn, (16, -1)).mean(axis=1)
+    differences = []
+    for seed in range(3):
+        blocks = (lines[series, seed]["val_loss_by_block"]["8192"] for series in (SI, "logn_p_rope"))
+        ours, logn = (np.reshape(losses, (16, -1)).mean(axis=1) for losses in blocks)
+        differences.append(ours - logn)
+    difference = np.mean(differences, axis=0)
     mean, error = map(float, errors["LogN+p-RoPE"][1].split(" ± "))
     assert mean == pytest.approx(difference.mean(), abs=6e-4)
     assert error == pytest.approx(difference.std() / 16**0.5, rel=0.1)
