@@ -49,6 +49,8 @@ def test_segments_are_half_pieces_and_half_drawn_by_frequency_of_log_uniform_len
     logarithms = np.log([n for row, n in copies if len(row) == 256])
     assert logarithms.mean() == pytest.approx(np.log([8, 129]).mean(), abs=0.15)
     drawn = [row[:n] for row, n in copies if place(row[:n]) < 0]
+    pieces = [place(row[:n]) for row, n in copies if place(row[:n]) >= 0]
+    assert np.mean(pieces) == pytest.approx(len(TEXT) / 2, rel=0.15)
     assert len(drawn) / len(copies) == pytest.approx(0.5, abs=0.07)
     for token in (1, 2):  # zipf's first tokens are 25 % and 10 % of the text
         assert np.mean(np.concatenate(drawn) == token) == pytest.approx(np.mean(TEXT == token), abs=0.03)

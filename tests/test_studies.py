@@ -108,7 +108,7 @@ def assert_paired(paired, expected):
 
 def test_paired_tests_leave_out_known_seeds_and_count_tests_without_runs():
     losses = {"a": {0: 9.0, 1: 1.0, 2: 2.5, 3: 3.0}}
-    losses |= {"b": {1: 1.5, 2: 2.0, 3: 5.0}, "c": {1: 7.0}}
+    losses |= {"b": {0: 8.0, 1: 1.5, 2: 2.0, 3: 5.0}, "c": {1: 7.0}}
     losses |= {"d": {0: 9.0, 1: 1.0}}
     expected = {("loss", "b"): [-0.5, 0.5, -2.0], ("loss", "c"): [-6.0]}
     assert_paired(PairedTests("T", "a", ["b", "c"], {"loss": losses}, "nats", [0]), expected)
