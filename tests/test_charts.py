@@ -43,7 +43,8 @@ def test_panels_draw_the_numbers_of_the_record():
         attention_entropy={"0": 1.0, "1": 2.0},
     )
     short, long = lines(draw_positions, record)
-    assert short == {1: 5.0, 2: 4.0, 4: 3.0} and long == {1: 5.0, 2: 4.0, 4: 3.5, 8: 3.0}
+    assert short == {1: 5.0, 2: 4.0, 4: 3.0}
+    assert long == {1: 5.0, 2: 4.0, 4: 3.5, 8: 3.0}
     random, text, _ = lines(draw_copy_gain, record)
     assert random == {8: 2.0, 64: -1.0} and text == {8: 0.5, 64: 0.25}
     assert lines(draw_layers, record) == [{0: 3.0, 1: 4.0}, {0: 1.0, 1: 2.0}]

@@ -71,8 +71,11 @@ def test_the_block_mask_is_the_causal_mask(queries, q_offset, unseen_keys, windo
 
 
 TRAINING = [(length, length, 0, None) for length in (128, 300, 1000, 1024)]  # queries, keys, q_offset, window
-OTHER = [(1024, 1024, 0, 400), (300, 300, 0, 1), (640, 640, 0, 10**9)]
-OTHER += [(100, 100, 0, None), (300, 427, 127, None), (1, 300, 299, None)]
+OTHER = [
+    (1024, 1024, 0, 400), (300, 300, 0, 1),
+    (640, 640, 0, 10**9), (100, 100, 0, None),
+    (300, 427, 127, None), (1, 300, 299, None),
+]
 
 
 def queries_see_their_first_tile(mask, queries):
@@ -200,7 +203,8 @@ def test_uncompiled_it_is_an_error(switch):
 @slow
 def test_inside_a_compiled_graph_it_is_the_formula():
     """Attention, projection of q, k and v, and QK-norm are compiled together."""
-    method, (x, weight) = make_case("nope", 2), (random(size, 96, seed=size).float() / 6 for size in (130, 96))
+    x, weight = (random(size, 96, seed=size).float() / 6 for size in (130, 96))
+    method = make_case("nope", 2)
     plan = make_plan(method, 130, 130, backend="flex")
 
     def project(x):

@@ -161,7 +161,8 @@ def test_the_new_checkpoint_is_on_the_disk_before_the_older_one_goes(tmp_path, m
     assert [name for name, *_ in calls.mock_calls] == ["fsync", "replace", "fsync", "unlink"]
 
 
-STATE = dict(model=torch.arange(50.0), half=torch.arange(9)[::2].bfloat16(), config=dict(name="x", lr=0.1 + 0.2))
+STATE = dict(model=torch.arange(50.0), config=dict(name="x", lr=0.1 + 0.2))
+STATE["half"] = torch.arange(9)[::2].bfloat16()
 
 
 @pytest.mark.promise(*CORRUPTION)
@@ -207,7 +208,9 @@ def test_resume_drops_records_after_the_checkpoint_and_the_repeated_validation(t
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.truncate(0)  # there is no file yet
     kept = [{"step": 5, "loss": 0.1 + 0.2}, {"step": 5, "val_loss": {}}, {"step": 10, "loss": None}]
-    for record in (*kept[:2], {"step": 10, "loss": math.inf}, {"step": 10, "val_loss": {}}, {"step": 11, "loss": 0.4}):
+    infinite = {"step": 10, "loss": math.inf}
+    dropped = {"step": 10, "val_loss": {}}, {"step": 11, "loss": 0.4}
+    for record in (*kept[:2], infinite, *dropped):
         metrics.write(record)
     with open(metrics.path, "a") as file:
         file.write('{"step": 12, "l')  # is left out, but only at the end of the file
