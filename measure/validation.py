@@ -199,7 +199,7 @@ class Validation:
         """
         plans = self.plans[name]
         if not documents:
-            plans = {length: dataclasses.replace(plan, document_token=None) for length, plan in plans.items()}
+            plans = {length: plan and dataclasses.replace(plan, document_token=None) for length, plan in plans.items()}
         return Losses(
             model,
             plans,

@@ -11,6 +11,8 @@ from unittest.mock import patch
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+parametrize = pytest.mark.parametrize
+slow = pytest.mark.slow  # not part of the quick form of the tests
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
@@ -73,7 +75,7 @@ def is_alive(pid):
 def table(names, text):
     """Parametrize a test with a text of one case a line. Bars separate the arguments of the test, all of them words."""
     cells = [line.split("|") for line in text.strip().splitlines()]
-    return pytest.mark.parametrize(names, [[*map(str.strip, row)] for row in cells])
+    return parametrize(names, [[*map(str.strip, row)] for row in cells])
 
 
 def write_files(folder, files):

@@ -74,6 +74,14 @@ def finished(data, tmp_path_factory):
     return train(data, tmp_path_factory.mktemp("runs"))
 
 
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """Return the run folder of a tiny model, beside its data. Tests only read it."""
+    from tiny_run import train_tiny_run
+
+    return train_tiny_run(tmp_path_factory.mktemp("tiny"))
+
+
 @pytest.fixture
 def copied(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "runs" / "run")

@@ -10,7 +10,7 @@ import random
 import re
 
 import pytest
-from commands import exit_code, read_json
+from commands import exit_code, read_json, slow
 from test_train import steps_and_validations
 from tiny_run import sweeps_in_this_process
 
@@ -25,7 +25,7 @@ COMPLETE = """table_losses table_needle figure_train_lengths figure_train_4k fig
 FIELDS = "--vocab_size 384 --num_layers 1 --num_heads 1 --model_dim 32 --steps 30 --cooldown_steps 8 --save_every 5"
 FIELDS += " --val_every 10 --val_lengths 256 1024 4096 --val_tokens 8192 --compile off --device cpu"
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 
 
 def run(main, *argv, code=0):

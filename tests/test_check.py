@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import CPU, CUDA, MECHANISMS, make_case, make_plan, skip_unless_runs
-from commands import ROOT, TWO_RANKS, python
+from commands import ROOT, TWO_RANKS, parametrize, python, slow
 from test_train import arguments, make_data
 
 from model.attention.blocks import Blocks
@@ -22,17 +22,13 @@ def problem_of(backend, name="nope", lengths=(LENGTH, 129), dtype=torch.float32,
     return check_backend(backend, make_case(name), CPU, dtype, lengths, **options).problem
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
-@pytest.mark.parametrize("backend", ["blocks", "cpu"])
-def test_right_ones_pass(backend, name):
+@parametrize("name", MECHANISMS)
+@parametrize("backend, dtype", [
+    ("cpu", torch.float32), ("blocks", torch.float32), ("blocks", torch.bfloat16), ("blocks", torch.float16),
+])
+def test_right_ones_pass(backend, dtype, name):
     skip_unless_runs(backend, make_case(name))
-    assert problem_of(BACKENDS[backend], name) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["nope", "scale_invariant", "pope", "all"])
-def test_plain_pytorch_passes_in_low_precision(name, dtype):
-    assert problem_of(Blocks(), name, [LENGTH], dtype) is None
+    assert problem_of(BACKENDS[backend], name, [LENGTH], dtype) is None
 
 
 def faulty(change):
@@ -74,7 +70,7 @@ def has_no_gradient_of_keys(run, q, k, v):
     return run(q, k.detach() + 0 * k, v)
 
 
-@pytest.mark.parametrize("fault", [
+@parametrize("fault", [
     hides_one_tile, is_wrong_for_strided_values, is_wrong_for_strided_queries, is_wrong_in_a_batch,
     is_not_finite_in_one_row, has_no_gradient_of_keys,
 ])
@@ -108,7 +104,7 @@ def test_a_wrong_gradient_of_a_learned_parameter_is_refused():
     assert "log_tau" in problem_of(Wrong(), "learned")
 
 
-@pytest.mark.parametrize("name", ["key_bias", "window", "sink"])
+@parametrize("name", ["key_bias", "window", "sink"])
 def test_a_kernel_that_ignores_a_mechanism_is_refused(name):
     class Ignoring(Blocks):
         def run(self, q, k, v, plan, *, key_bias, sink, score_change):
@@ -156,7 +152,7 @@ def test_on_cuda_the_first_right_backend_is_chosen_and_its_error_is_in_the_reaso
     assert choose_backend(make_case("rope"), CUDA)[0].name == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["sdpa", "flex_flash"])
+@parametrize("name", ["sdpa", "flex_flash"])
 def test_a_named_backend_that_is_wrong_is_refused_and_a_right_one_is_named(name, on_cuda):
     on_cuda(flex=None, **{"sdpa": has_no_gradient_of_keys, name: is_not_finite_in_one_row})
     with pytest.raises(ValueError, match=f"{name} .*output.* flex") as refused:
@@ -180,8 +176,8 @@ train_gpt.main()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["auto", "cpu"])
+@slow
+@parametrize("backend", ["auto", "cpu"])
 def test_ranks_with_other_backends_end_the_run_in_one_line(backend, tmp_path):
     skip_unless_runs("cpu", make_case("rope"))
     (tmp_path / "train.py").write_text(RANK_1_WITHOUT_COMPILER)

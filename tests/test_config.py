@@ -2,10 +2,11 @@
 
 import dataclasses
 import re
+from operator import attrgetter
 
 import pytest
 import torch
-from commands import exit_code, fails, refuses, table
+from commands import exit_code, fails, parametrize, refuses, table
 from test_methods import NAMES
 
 import train_gpt
@@ -13,7 +14,7 @@ from configs.command_line import read_config
 from configs.config import NOT_HASHED, Config, config_hash
 from configs.presets import PRESETS, preset
 from data.loader import micro_batch_size
-from errors import UserError, did_you_mean, exit_on_user_error
+from errors import UserError, exit_on_user_error
 from model.gpt import GPT
 from model.methods import METHODS
 from optim.schedule import lr_factor
@@ -31,15 +32,15 @@ def build(config):
         return GPT(config, torch.bfloat16)
 
 
-@pytest.mark.parametrize("method", NAMES)
-@pytest.mark.parametrize("name", ["quickstart", "mini_large", "gpt_162m_4k", "gpt_304m_4k"])  # every shape
+@parametrize("method", NAMES)
+@parametrize("name", ["quickstart", "mini_large", "gpt_162m_4k", "gpt_304m_4k"])  # every shape
 def test_every_preset_builds_with_every_method(name, method):
     config = dataclasses.replace(preset(name), method=method)
     assert len(build(config).blocks) == config.num_layers
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", PRESETS)
+@parametrize("processes", [1, 2, 4, 8])
+@parametrize("name", PRESETS)
 def test_a_step_divides_among_processes(name, processes):
     config = preset(name)
     if name in ("mini_1024", "mini_4096", "far"):  # four, two and one sequence: these are for a CPU
@@ -47,8 +48,7 @@ def test_a_step_divides_among_processes(name, processes):
     size = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, processes)
     assert config.batch_tokens % (size * config.train_length * processes) == 0
     assert size * config.train_length <= config.micro_batch_tokens
-    if (name, processes) == ("gpt_304m_4k", 4):
-        assert size == 14 and config.batch_tokens == 4 * 4 * 14 * config.train_length
+    assert size == 14 or (name, processes) != ("gpt_304m_4k", 4)
 
 
 # ---- the paper: appendix "Further experimental details" ----
@@ -60,7 +60,7 @@ PAPER_304M = PAPER + f"""--num_layers 16 --num_heads 8 --model_dim 1024
     --steps 10900 --batch_tokens {224 * 4096} --muon_lr 0.015 --val_every 250"""
 
 
-@pytest.mark.parametrize("name, train_length, tokens, paper, steps, factors", [
+@parametrize("name, train_length, tokens, paper, steps, factors", [
     ("gpt_162m_4k", 4096, 2.4e9, PAPER, (0, 3270, 3924, 4577), [1, 1, 0.5, 1 / 1308]),
     ("gpt_162m_16k", 16_384, 2.4e9, PAPER, (3269,), [1]),
     ("gpt_162m_64k", 65_536, 2.4e9, PAPER, (3269,), [1]),
@@ -82,25 +82,24 @@ def test_the_presets_are_the_papers(name, train_length, tokens, paper, steps, fa
     scale_invariant_p_rope | score_change | tau         | 10    | 10
     alibi                  | score_change | slope_scale | 1     | 16
     log_offset             | query_scale  | offset      | 500   | 31.25
+    nape                   | score_change | slope_scale | 1     | 16
+    grape_ap               | replacement.alibi | slope_scale | 1 | 16
+    fire                   | replacement  | c           | 0.1   | 1.6
+    fire                   | replacement  | threshold   | 512   | 32
 """)
-@pytest.mark.parametrize("name", ["mini", "mini_4096"])
+@parametrize("name", ["mini", "mini_4096"])
 def test_lengths_in_tokens_are_scaled_by_one_factor(name, method, part, option, of_the_paper, scaled):
     mini = dataclasses.replace(preset(name), method=method)
     paper = dataclasses.replace(mini, position_scale=1.0)
     given = dataclasses.replace(mini, method_options={option: 7.0})  # options are taken as they are
     methods = [build(config).blocks[0].attention.method for config in (mini, paper, given)]
-    assert [getattr(getattr(method, part), option) for method in methods] == [float(scaled), float(of_the_paper), 7]
-
-
-def test_mini_presets_differ_in_the_training_length_alone():
-    for length in (1024, 4096):
-        assert preset(f"mini_{length}") == dataclasses.replace(preset("mini"), train_length=length)
+    assert [*map(attrgetter(f"{part}.{option}"), methods)] == [float(scaled), float(of_the_paper), 7]
 
 
 # ---- the hash ----
 
 HASHED = set("""
-    seed init_from method method_options position_scale
+    seed init_from method method_options position_scale document_mask
     vocab_size num_layers num_heads model_dim train_length length_schedule batch_tokens
     steps schedule warmup_steps cooldown_steps muon_lr muon_momentum embedding_lr head_lr scalar_lr adam_betas adam_eps
 """.split())
@@ -121,14 +120,10 @@ def with_another(field):
     return dataclasses.replace(Config(), **{"schedule": schedule, field: other})
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_the_hash_changes_with_mathematics_alone(field):
+def test_the_hash_changes_with_mathematics_alone():
     assert HASHED ^ NOT_HASHED == set(FIELDS)
-    assert (config_hash(with_another(field)) == config_hash(Config())) == (field not in HASHED)
-
-
-def test_the_hashes_of_single_changes_all_differ():
-    assert len({config_hash(with_another(field)) for field in HASHED}) == len(HASHED)
+    assert {config_hash(with_another(field)) for field in NOT_HASHED} == {config_hash(Config())}
+    assert len({config_hash(with_another(field)) for field in {*HASHED, "keep"}}) == len(HASHED) + 1
 
 
 def test_the_hash_does_not_depend_on_the_order_of_options_or_the_type_of_a_number():
@@ -223,23 +218,11 @@ def test_a_bad_argument_is_refused_in_one_line_with_the_nearest_name(arguments, 
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("main, arguments", [
-    (train_gpt.main, "quickstart"), (doctor.main, "quickstart"), (sweep.main, "table_losses"),
-    (bench.main, "step quickstart rope"),
+@parametrize("command, arguments", [
+    (train_gpt, "quickstart"), (doctor, "quickstart"), (sweep, "table_losses"), (bench, "step quickstart rope"),
 ])
-def test_a_misspelt_option_ends_every_command_before_it_starts(main, arguments, capsys):
-    fails(capsys, "'basse'", main, *f"{arguments} --data_dir /nowhere --method_options basse 64".split())
-
-
-@table("name, valid, otherwise, named", """
-    tua  | base tau          | see there | tau
-    rope | p_rope ropes base | see there | ropes p_rope
-    x    | base tau          |           | base tau
-    x    | base tau          | see there | see there
-""")
-def test_near_names_are_suggested_for_an_unknown_name(name, valid, otherwise, named):
-    found = re.findall("|".join([*valid.split(), "see", "there"]), did_you_mean(name, valid.split(), otherwise))
-    assert found == named.split()
+def test_a_misspelt_option_ends_every_command_before_it_starts(command, arguments, capsys):
+    fails(capsys, "'basse'", command.main, *f"{arguments} --data_dir /nowhere --method_options basse 64".split())
 
 
 def test_an_error_of_several_lines_is_printed_as_one(capsys):
@@ -256,7 +239,7 @@ def test_help_lists_every_field_and_without_a_preset_the_presets(capsys):
     assert re.search(r"--adam_betas\b[^(]*\(default: 0.9 0.95\)", output)
 
 
-@pytest.mark.parametrize("arguments", [["--runs_dir=~/runs"], ["--runs_dir", "~/runs"]])
-def test_a_path_may_begin_at_the_home_folder(arguments, monkeypatch):
+def test_a_path_may_begin_at_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/the/home")
-    assert read_config(["quickstart", *arguments]).runs_dir == "/the/home/runs"
+    for arguments in ("--runs_dir=~/runs", "--runs_dir ~/runs"):
+        assert read_config(["quickstart", *arguments.split()]).runs_dir == "/the/home/runs"

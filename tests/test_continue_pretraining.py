@@ -6,7 +6,19 @@ import shutil
 import signal
 
 import pytest
-from commands import TWO_RANKS, exit_code, fails, python, read_json, succeeds, table, update_json, write_files
+from commands import (
+    TWO_RANKS,
+    exit_code,
+    fails,
+    parametrize,
+    python,
+    read_json,
+    slow,
+    succeeds,
+    table,
+    update_json,
+    write_files,
+)
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
 
@@ -28,6 +40,7 @@ from scripts.hf.training import AdamW, WithLoss
 
 transformers.utils.logging.disable_progress_bar()  # it writes to stderr
 STEPS = 4
+SIZES = dict(hidden_size=64, max_position_embeddings=64, initializer_range=0.06)
 FIELDS = "--dtype bfloat16 --device cpu --train_length 64 --batch_tokens 256 --micro_batch_tokens 128 --save_every 2 \
 --keep 2 --val_lengths 64 256 1024 --val_tokens 1024 --lr 0.001 --name run"
 
@@ -36,7 +49,7 @@ FIELDS = "--dtype bfloat16 --device cpu --train_length 64 --batch_tokens 256 --m
 def place(tmp_path_factory):
     """A folder with model/, data/ and its text/."""
     folder = tmp_path_factory.mktemp("llama")
-    save_model(folder / "model", hidden_size=64, max_position_embeddings=64, initializer_range=0.06)
+    save_model(folder / "model", **SIZES)
     write_files(folder / "text", {f"{number}.txt": text for number, text in enumerate(texts(60))})
     prepare([folder / "text"], folder / "data", str(folder / "model"), val_fraction=0.3)
     return folder
@@ -70,11 +83,10 @@ def text_tokens(place, split, count):
 def test_losses_before_and_after(undisturbed):
     steps, (before, after) = steps_and_validations(undisturbed)
     summary = read_json(undisturbed / "summary.json")
-    assert (before["step"], after["step"]) == (0, STEPS)
     assert summary["val_loss_before"] == before["val_loss"] and summary["val_loss"] == after["val_loss"]
     assert [*after["val_loss"]] == ["64", "256", "1024"]
     assert all(after["val_loss"][n] < loss - 0.1 for n, loss in before["val_loss"].items())
-    assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    assert [r["step"] for r in (before, *steps, after)] == [0, 1, 2, 3, 4, STEPS]
     scales = [torch.tensor([*r["method_parameters"].values()]) for r in (before, after)]  # s of LogN, (layers, heads)
     moved = (scales[1] - scales[0]).abs()  # in float32: each step moves it by lr or less
     assert moved.shape == (2, 4) and (moved > 1e-5).all() and (moved < 1.1e-3 * STEPS).all()
@@ -110,6 +122,17 @@ def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
     for name, p in model.named_parameters():
         assert_close(saved.get_parameter(name).double(), p, rtol=0, atol=2e-5)
     assert load_tokenizer(run / "model").vocab_size == VOCAB
+
+
+def test_tied_embeddings_are_one_tensor_that_is_trained_once(place, tmp_path):
+    """AdamW's first step moves a weight by the learning rate."""
+    save_model(tmp_path / "model", **SIZES, tie_word_embeddings=True)
+    fields = "--method rope --dtype float32 --val_lengths 64 --lr 1e-4"
+    run = train(place, tmp_path, fields, model=tmp_path / "model", steps="--steps 1")
+    before, after = (load_model(folder / "model") for folder in (tmp_path, run))
+    assert after.lm_head.weight is after.model.embed_tokens.weight
+    moved = (after.lm_head.weight - before.lm_head.weight).abs()
+    assert 0 < moved.max() < 1.1e-4
 
 
 def test_recomputed_activations_give_the_same_gradients(place):
@@ -154,7 +177,7 @@ def test_a_step_that_is_not_finite_ends_the_run(place, tmp_path, capsys):
     assert not (run / "checkpoints" / f"step_{STEPS:06d}.pt").exists() and not (run / "summary.json").exists()
 
 
-@pytest.mark.parametrize("after", [2, 3])
+@parametrize("after", [2, 3])
 def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undisturbed, tmp_path, monkeypatch):
     argv = arguments(place, tmp_path, "--method logn_p_rope --resume auto")
     run = tmp_path / "run"
@@ -180,7 +203,7 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undi
     assert (run / "model" / "model.safetensors").read_bytes() == model
 
 
-@pytest.mark.slow
+@slow
 def test_two_processes_equal_one(place, tmp_path):
     fields = "--method logn_p_rope --dtype float32"
     argv = arguments(place, tmp_path, f"{fields} --name two")
@@ -199,7 +222,7 @@ def test_wrong_usage(more, named, place, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("vocab_size, named", [(128_256, "vocabulary"), (VOCAB, "tokenizer")])
+@parametrize("vocab_size, named", [(128_256, "vocabulary"), (VOCAB, "tokenizer")])
 def test_another_model_is_refused(vocab_size, named, place, tmp_path, capsys):
     model = shutil.copytree(place / "model", tmp_path / "model")
     update_json(model / "config.json", vocab_size=vocab_size)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from commands import fails, succeeds, table, write_files
+from commands import fails, parametrize, succeeds, table, write_files
 from test_text import make_documents, shard_bytes, write_folder
 
 from data.copy_rows import rows
@@ -39,8 +39,8 @@ def test_natural_rows_are_pieces_from_all_of_the_text_in_no_order(found):
     _, natural = found
     places = list(map(place, natural))
     assert min(places) >= 0 and len(TEXT) <= sum(map(len, natural)) < len(TEXT) + 256
-    assert np.corrcoef(places, range(len(places)))[0, 1] == pytest.approx(0, abs=0.2)
-    assert np.mean(places) == pytest.approx(len(TEXT) / 2, rel=0.15)
+    for part in np.array_split(places, 2):
+        assert np.mean(part) == pytest.approx(len(TEXT) / 2, rel=0.2)
 
 
 def test_segments_are_half_pieces_and_half_drawn_by_frequency_of_log_uniform_length(found):
@@ -49,12 +49,14 @@ def test_segments_are_half_pieces_and_half_drawn_by_frequency_of_log_uniform_len
     logarithms = np.log([n for row, n in copies if len(row) == 256])
     assert logarithms.mean() == pytest.approx(np.log([8, 129]).mean(), abs=0.15)
     drawn = [row[:n] for row, n in copies if place(row[:n]) < 0]
+    pieces = [place(row[:n]) for row, n in copies if place(row[:n]) >= 0]
+    assert np.mean(pieces) == pytest.approx(len(TEXT) / 2, rel=0.15)
     assert len(drawn) / len(copies) == pytest.approx(0.5, abs=0.07)
     for token in (1, 2):  # zipf's first tokens are 25 % and 10 % of the text
         assert np.mean(np.concatenate(drawn) == token) == pytest.approx(np.mean(TEXT == token), abs=0.03)
 
 
-@pytest.mark.parametrize("share", [0, 0.1, 0.9])
+@parametrize("share", [0, 0.1, 0.9])
 def test_the_share_is_the_one_that_was_asked_for(share):
     copies = list(map(segment_length, rows(TEXT, share, [(64, None)])))
     assert 1 - copies.count(None) / len(copies) == pytest.approx(share, abs=0.03)

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-import pytest
 import torch
-from commands import exit_code, fails, table
+from commands import exit_code, fails, parametrize, table
 from test_bench import FIELDS as BENCH_FIELDS
 from torch.torch_version import TorchVersion
 
@@ -71,7 +70,7 @@ def test_a_step_that_takes_too_long_is_not_made():
     assert found.state == "slow" and found.check == "run"
 
 
-@pytest.mark.parametrize("error, code", [(None, 0), (RuntimeError("no kernel image"), 1)])
+@parametrize("error, code", [(None, 0), (RuntimeError("no kernel image"), 1)])
 def test_the_exit_code_depends_on_broken_parts(error, code, monkeypatch, capsys):
     def check_kernels(*_):
         if error:

@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from commands import ROOT, exit_code, fails, names, one_error, refuses, succeeds, write_files
+from commands import ROOT, exit_code, fails, names, one_error, parametrize, refuses, slow, succeeds, write_files
 from hub_stand_in import serve
 from test_data import flip, write_raw
 
@@ -99,8 +99,8 @@ BAD_ANSWERS = {
 
 
 @DOWNLOADS
-@pytest.mark.parametrize("times", [1, 10**9])
-@pytest.mark.parametrize("fault", [*BAD_ANSWERS, "other sha256", "not there"])
+@parametrize("times", [1, 10**9])
+@parametrize("fault", [*BAD_ANSWERS, "other sha256", "not there"])
 def test_bad_answers_end_in_the_right_bytes_or_an_error(hub, out, capsys, monkeypatch, faults, fault, times):
     """The first shard is there. Bad answers for the second leave it, and no bad second shard."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # of the client, before it tries again
@@ -125,7 +125,7 @@ def test_bad_answers_end_in_the_right_bytes_or_an_error(hub, out, capsys, monkey
 
 
 @DOWNLOADS
-@pytest.mark.slow
+@slow
 def test_a_killed_download_leaves_no_bad_shard_and_goes_on(hub, out, faults):
     stalled, released = threading.Event(), threading.Event()
 
@@ -166,7 +166,7 @@ def test_other_numbers_of_shards_and_folders_are_refused(tmp_path, capsys):
     fails(capsys, "kjj0/fineweb100B-gpt2", main, *options, 1)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@parametrize("name", PRESETS)
 def test_the_presets_get_as_many_shards_as_they_read(name):
     config = preset(name)
     command, out = data_command(config.data_dir, config.steps * config.batch_tokens).split(" --out ")

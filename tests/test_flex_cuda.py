@@ -7,7 +7,7 @@ import json
 
 import pytest
 from attention_cases import parse
-from commands import python
+from commands import python, slow
 
 pytest.importorskip("triton")
 
@@ -15,45 +15,41 @@ from model.methods import MECHANISMS  # noqa: E402
 from model.methods.base import KeyBias, ScoreChange, Sink, Window  # noqa: E402
 from model.methods.names import mechanism_names  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 
 CHANGES = (ScoreChange, KeyBias, Window, Sink)  # the kinds of mechanism that change FlexAttention's code
 SHARED_LIMIT = {90: 232_448, 80: 166_912}  # bytes of shared memory that a block may use, by compute capability
 MOST_SPILLS = 6  # instructions of one thread for one logit, of 20 to 80 of all kinds
 LOOPS = dict(forward=1, backward=2)  # over tiles; the backward kernel computes dq in one, dk and dv in the other
-BOTH = ["forward", "backward"]
 
 
-def case(text, arch=90, dtype="bfloat16", head_dim=128, length=1024, passes=BOTH):
-    """Return the arguments of flex_code.compile_case for a method with its options."""
-    return arch, dtype, head_dim, length, *parse(text), passes
+def make_cases(text):
+    """Return the arguments of flex_code.compile_case for each case: a method, its options and these settings."""
+    cases = []
+    for name, options in map(parse, text.split("|")):
+        defaults = dict(arch=90, dtype="bfloat16", head_dim=128, length=1024)
+        defaults |= dict(passes="forward,backward", documents=False)
+        *settings, passes, documents = (options.pop(key, default) for key, default in defaults.items())
+        cases.append([*settings, name, options, passes.split(","), documents])
+    return cases
 
 
-WITHIN_DOCUMENTS = (*case("scale_invariant_p_rope", length=1000), True)
-QUICK = [case("scale_invariant_p_rope"), WITHIN_DOCUMENTS, case("kerple_log", head_dim=64, passes=["backward"])]
-GRID = [
-    *map(case, """rope | alibi | nape | kerple_log | kerple_power | bam | fox | logn_rope | rope+sink
-        | alibi slopes=geometric | rope+window window=130 | scale_invariant+window window=130 | scale_invariant+forget
-        | scale_invariant+forget+window+sink learn_tau=True window=130 | scale_invariant_nope learn_tau=True
-        | scale_invariant_nope tau_ratio=2 | scale_invariant_nope terms=a | scale_invariant_nope terms=m
-        | scale_invariant_nope learn_gain=True | scale_invariant_nope skip_first=True
-        | scale_invariant_nope learn_tau=True skip_first=True""".split("|")),
-    case("scale_invariant_nope", length=1000),
-    case("scale_invariant_nope", length=129),
-    case("scale_invariant_nope tau_ratio=2", length=129),
-    case("scale_invariant_nope", head_dim=64),
-    case("pope", head_dim=64),
-    case("scale_invariant_nope", dtype="float16"),
-    case("scale_invariant_nope", arch=80),
-    case("kerple_log", arch=80),
-    case("alibi", arch=80, dtype="float16", head_dim=64),
-]
+QUICK = make_cases("""scale_invariant_p_rope | scale_invariant_p_rope length=1000 documents=True
+    | kerple_log head_dim=64 passes=backward""")
+GRID = make_cases("""rope | alibi | nape | kerple_log | kerple_power | bam | fox | logn_rope | rope+sink
+    | alibi slopes=geometric | rope+window window=130 | scale_invariant+window window=130 | scale_invariant+forget
+    | scale_invariant+forget+window+sink learn_tau=True window=130 | scale_invariant_nope learn_tau=True
+    | scale_invariant_nope tau_ratio=2 | scale_invariant_nope terms=a | scale_invariant_nope terms=m
+    | scale_invariant_nope learn_gain=True | scale_invariant_nope skip_first=True
+    | scale_invariant_nope learn_tau=True skip_first=True
+    | scale_invariant_nope length=1000 | scale_invariant_nope length=129 | scale_invariant_nope tau_ratio=2 length=129
+    | scale_invariant_nope head_dim=64 | pope head_dim=64 | scale_invariant_nope dtype=float16
+    | scale_invariant_nope arch=80 | kerple_log arch=80 | alibi arch=80 dtype=float16 head_dim=64""")
 QUICK_MODELS = [parse("scale_invariant_p_rope+sink"), (*parse("logn_p_rope+alibi"), 7)]  # the second: documents
 MODELS = [parse("fox"), parse("scale_invariant+window learn_tau=True window=130")]
 # As flex_flash reads them, and lengths that are no multiple of a tile.
-TWO_TABLES = [
-    case(text, length=length) for length in (1000, 129) for text in ("alibi", "scale_invariant_nope terms=a")
-]
+TWO_TABLES = make_cases("""alibi length=1000 | scale_invariant_nope terms=a length=1000
+    | alibi length=129 | scale_invariant_nope terms=a length=129""")
 
 FORWARD_TILES = dict(num_stages=4, num_warps=2, BLOCK_M=64, BLOCK_N=32)
 BACKWARD_TILES = dict(num_stages=1, num_warps=4, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
@@ -108,7 +104,7 @@ def compiled(long):
 
 def test_attention_kernels_compile_and_fit_their_gpus(compiled):
     for case, codes in compiled[0]:
-        arch, *_, passes = case[:7]
+        arch, *_, passes, _ = case
         assert [len(code["instructions"]) for code in codes] == [LOOPS[name] for name in passes], case
         for code in codes:
             assert code["shared"] <= SHARED_LIMIT[arch], case

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from commands import fails, refuses, succeeds, table
+from commands import fails, parametrize, refuses, succeeds, table
 from tiny_run import train_tiny_run
 
 from data.tokenizer import load_tokenizer
@@ -38,20 +38,14 @@ def say(run, capfd):
     return say
 
 
-@pytest.mark.parametrize("options, expected", [
-    (dict(temperature=0.5), (LOGITS / 0.5).softmax(0)),
-    (dict(temperature=2.0), (LOGITS / 2.0).softmax(0)),
-    (dict(top_k=9), LOGITS.softmax(0)),
-    (dict(top_k=2), LOGITS.where(LOGITS >= 1, -torch.inf).softmax(0)),
-    (dict(temperature=0.0), torch.eye(5)[3]),
-    (dict(temperature=1e-6), torch.eye(5)[3]),
-    (dict(temperature=1e-310), torch.eye(5)[3]),
-    (dict(temperature=1e-299), torch.eye(5)[3]),
-], ids=str)
-def test_draws_follow_the_softmax(options, expected):
-    """Shares must be within 5 standard errors."""
-    drawn = sample(LOGITS.expand(20_000, -1), generator=torch.Generator().manual_seed(0), **options)
+@parametrize("temperature", [0.0, 1e-310, 1e-299, 1e-6, 0.5, 1.0, 2.0])
+@parametrize("top_k, least", [(None, -2), (9, -2), (2, 1)])
+def test_draws_follow_the_softmax(temperature, top_k, least):
+    """Shares must be within 5 standard errors. least: the least logit that may be drawn."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = sample(LOGITS.expand(20_000, -1), temperature=temperature, top_k=top_k, generator=generator)
     shares = drawn.bincount(minlength=5) / len(drawn)
+    expected = (LOGITS.where(LOGITS >= least, -torch.inf) / max(temperature, 1e-6)).softmax(0)
     variances = expected * (1 - expected) / len(drawn)
     assert ((shares - expected).square() <= 25 * variances).all()
 
@@ -80,7 +74,7 @@ def test_it_ends_where_the_model_ends_the_document(tokenizer, say, monkeypatch):
     assert next(chosen) == 7
 
 
-@pytest.mark.parametrize("text", ["a\u00e9\u4e16 b", "\u4e16\u754c\U0001f600 ok", "\U0001f600"])
+@parametrize("text", ["a\u00e9\u4e16 b", "\u4e16\u754c\U0001f600 ok", "\U0001f600"])
 def test_text_comes_out_whole_for_any_cut_into_tokens(tokenizer, text):
     """Characters of several bytes are not printed in parts."""
     parts = list(generate.text_pieces([], tokenizer.encode(text), tokenizer))

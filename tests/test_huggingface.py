@@ -7,7 +7,8 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 
 import reference
 import torch
-from commands import ROOT, refuses, update_json, write_files
+from attention_cases import parse
+from commands import ROOT, parametrize, refuses, slow, update_json, write_files
 from tiny_llama import VOCAB, make_model, run_elsewhere, save_model
 from torch.testing import assert_close
 
@@ -44,7 +45,7 @@ def assert_near(found, expected, atol):
     assert_close(found, expected, rtol=0, atol=atol, check_dtype=False)
 
 
-@pytest.mark.parametrize("changes", [
+@parametrize("changes", [
     {},
     dict(rope_parameters=dict(rope_type="default", rope_theta=500_000.0)),
     dict(num_key_value_heads=4, head_dim=16),
@@ -58,9 +59,10 @@ def test_rope_in_a_converted_model_is_the_model(changes):
     assert_near(logits(model.to(torch.bfloat16)), expected, 0.15 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("name", PAPER)
-def test_attention_of_a_converted_model_is_the_formula(name):
-    model = convert_and_move(name)
+@parametrize("case", [*PAPER, "p_rope form=barbero"])
+def test_attention_of_a_converted_model_is_the_formula(case):
+    name, options = parse(case)
+    model = convert_and_move(name, **options)
     assert (len(learned(model)) > 0) == name.startswith("logn")
     generator = torch.Generator().manual_seed(2)
     for layer in attention_layers(model):
@@ -70,11 +72,12 @@ def test_attention_of_a_converted_model_is_the_formula(name):
         other_way = torch.tensor([1.0] * 4 + [-1.0] * 4, dtype=torch.float64)
         k, v = (x.repeat_interleave(2, dim=1) for x in (k * other_way, v.double()))
         factor = layer.method.query_scale and layer.method.query_scale.scale.double()
-        exact = reference.attention_logits(name, q * other_way, k, train_length=TRAIN_LENGTH, learned=factor)
+        known = dict(options, train_length=TRAIN_LENGTH, learned=factor)
+        exact = reference.attention_logits(name, q * other_way, k, **known)
         assert_near(ours.transpose(1, 2), exact.softmax(dim=-1) @ v, 1e-5)
 
 
-@pytest.mark.parametrize("name", [*METHODS, "p_rope+gate", "p_rope+xsa"])
+@parametrize("name", [*METHODS, "p_rope+gate", "p_rope+xsa"])
 def test_every_method_runs_unless_it_needs_the_layers_input(name):
     if name in ("nape", "nape_entmax", "fox", "wall", "grape_ap", "p_rope+gate"):
         with refuses("input"):
@@ -83,22 +86,11 @@ def test_every_method_runs_unless_it_needs_the_layers_input(name):
         assert logits(convert(make_model(), name)).isfinite().all()
 
 
-def test_barbero_keeps_half_of_the_models_frequencies_and_logn_begins_at_1():
-    model = convert(make_model(), "p_rope", form="barbero")
-    base = model.config.attention_method["rope_parameters"]["rope_theta"]
-    frequencies, _ = attention_layers(model)[0].method.rotation.frequencies(1)
-    assert frequencies.tolist() == pytest.approx([1, base**-0.25, 0, 0])
-    scales, *_ = learned(convert(model, "logn_rope", train_length=4096))
-    assert scales.tolist() == pytest.approx([0.1366] * 4, abs=1e-4)
-
-
-@pytest.mark.parametrize("name, options", [*((name, {}) for name in (*PAPER, "p_rope+sink", "pope", "stick_breaking")),
-    ("logn_ntk", dict(context="length")),
-    ("infini_p_rope", dict(segment_length=7)),
-    ("p_rope+xsa", dict(learn_share=True)),
-], ids=str)
+@parametrize("case", [*PAPER, *"""p_rope+sink | pope | stick_breaking | logn_ntk context=length
+    | infini_p_rope segment_length=7 | p_rope+xsa learn_share=True""".split("|")])
 @torch.no_grad()
-def test_a_cache_changes_nothing(name, options):
+def test_a_cache_changes_nothing(case):
+    name, options = parse(case)
     model = convert_and_move(name, **options)
     model.attention_shared.target_length = LENGTH + 3  # beyond the training length
     cache, found = None, []
@@ -140,16 +132,6 @@ def test_refused_conversions():
     assert convert(scaled, "rope", base=5e5) and convert(scaled, "p_rope") and convert(scaled, "alibi")
 
 
-def test_a_converted_model_is_saved_and_loaded(tmp_path):
-    model = convert_and_move("logn_p_rope", train_length=20, form="barbero")
-    model.save_pretrained(tmp_path, max_shard_size="50KB")
-    assert len([*tmp_path.glob("*.safetensors")]) > 1
-    again = load_model(tmp_path)
-    assert torch.equal(logits(again), logits(model)) and load_model(tmp_path, dtype="auto").dtype == torch.float32
-    assert again.config.attention_method == model.config.attention_method
-    assert again.config.attention_method["rope_parameters"]["rope_type"] == "default"
-
-
 LOAD = """
 import importlib.util, sys, torch
 from transformers import AutoModelForCausalLM
@@ -168,11 +150,13 @@ torch.save((*found, new), sys.argv[3])
 """
 
 
-@pytest.mark.slow
+@slow
 def test_a_saved_model_loads_where_the_repository_is_not(tmp_path):
     model = convert_and_move("logn_p_rope", train_length=20)
     load.save_model(model, tmp_path / "saved")
-    assert torch.equal(logits(load_model(tmp_path / "saved")), logits(model))
+    again = load_model(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(model))
+    assert again.config.attention_method == model.config.attention_method
     with pytest.raises((KeyError, ValueError)):  # never RoPE attention in silence
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=False)
     torch.save(TOKENS, tmp_path / "tokens")
@@ -189,7 +173,7 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("fields, place, word", [
+@parametrize("fields, place, word", [
     (dict(model_type="gpt2"), "", "gpt2"), (dict(num_hidden_layers=3), "", "layers.2"),
     ({}, "model.gguf", "docs/huggingface.md"),
 ])

@@ -3,8 +3,7 @@
 import numpy
 import pytest
 import torch
-from commands import fails
-from tiny_run import train_tiny_run
+from commands import fails, table
 
 from measure.losses import Losses
 from runtime.processes import Launch, World, read_launch
@@ -13,79 +12,66 @@ from scripts.sweep import __main__ as sweep
 from train_gpt import main as train
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
-WHOLE = dict(RANK="1", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_ADDR="node1", MASTER_PORT="29500")
-WRONG = {  # what the message names: the environment
-    "{'RANK': '1'}": dict(RANK="1"),
-    "{'RANK': '8', 'LOCAL_RANK': '0'}": dict(RANK="8", LOCAL_RANK="0"),
-    "{'WORLD_SIZE': '2'}": dict(WORLD_SIZE="2"),
-    "{'LOCAL_WORLD_SIZE': '2'}": dict(LOCAL_WORLD_SIZE="2"),
-    "'WORLD_SIZE': '-1'": WHOLE | dict(WORLD_SIZE="-1"),
-    "'WORLD_SIZE': '0'": WHOLE | dict(WORLD_SIZE="0"),
-    "'LOCAL_WORLD_SIZE': '0'": WHOLE | dict(LOCAL_WORLD_SIZE="0"),
-    "'RANK': ''": WHOLE | dict(RANK=""),
-    "'RANK': 'x'": WHOLE | dict(RANK="x"),
-    "'LOCAL_RANK': '²'": WHOLE | dict(LOCAL_RANK="²"),
-    "'RANK': '2'": WHOLE | dict(RANK="2"),
-    "'RANK': '-1'": WHOLE | dict(RANK="-1"),
-    "'LOCAL_RANK': '2'": WHOLE | dict(LOCAL_RANK="2"),
-    "srun started 4 tasks": dict(SLURM_STEP_NUM_TASKS="4"),
-}
+TWO = "RANK=1 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=node1 MASTER_PORT=29500"
 
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Return a function that leaves these variables of a launcher in the environment, and no others."""
+    """Return a function that leaves a launcher's variables in the environment: those of a text, and no others."""
 
-    def leave(variables):
+    def leave(text):
+        variables = dict(word.split("=") for word in text.replace("TWO", TWO).split())
         for name in NAMES:
             monkeypatch.delenv(name, raising=False)
-        for name, text in variables.items():
-            monkeypatch.setenv(name, text)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
 
-    leave({})
+    leave("")
     return leave
 
 
-@pytest.mark.parametrize(
-    ("variables", "launch"),
-    [
-        ({}, Launch(0, 0, 1)),
-        (dict(SLURM_STEP_NUM_TASKS="1"), Launch(0, 0, 1)),
-        (WHOLE, Launch(1, 0, 2)),
-        (WHOLE | dict(SLURM_STEP_NUM_TASKS="2"), Launch(1, 0, 2)),
-        (dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"), Launch(0, 0, 1)),
-    ],
-)
+@table("variables, launch", """
+                                     | 0 0 1
+    SLURM_STEP_NUM_TASKS=1           | 0 0 1
+    TWO                              | 1 0 2
+    TWO SLURM_STEP_NUM_TASKS=2       | 1 0 2
+    RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 | 0 0 1
+""")
 def test_a_possible_set_is_read(variables, launch, environment):
     environment(variables)
-    assert read_launch() == launch
+    assert read_launch() == Launch(*map(int, launch.split()))
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return train_tiny_run(tmp_path_factory.mktemp("launch"))
+@table("variables, named", """
+    RANK=1                 | {'RANK': '1'}
+    RANK=8 LOCAL_RANK=0    | {'RANK': '8', 'LOCAL_RANK': '0'}
+    WORLD_SIZE=2           | {'WORLD_SIZE': '2'}
+    LOCAL_WORLD_SIZE=2     | {'LOCAL_WORLD_SIZE': '2'}
+    TWO WORLD_SIZE=-1      | 'WORLD_SIZE': '-1'
+    TWO WORLD_SIZE=0       | 'WORLD_SIZE': '0'
+    TWO LOCAL_WORLD_SIZE=0 | 'LOCAL_WORLD_SIZE': '0'
+    TWO RANK=              | 'RANK': ''
+    TWO RANK=x             | 'RANK': 'x'
+    TWO LOCAL_RANK=\u00b2       | 'LOCAL_RANK': '\u00b2'
+    TWO RANK=2             | 'RANK': '2'
+    TWO LOCAL_RANK=2       | 'LOCAL_RANK': '2'
+    TWO MASTER_ADDR=       | MASTER_ADDR
+    TWO MASTER_PORT=       | MASTER_PORT
+    SLURM_STEP_NUM_TASKS=4 | srun started 4 tasks
+""")
+def test_any_other_set_ends_each_command_in_one_line(variables, named, tiny_run, environment, capsys):
+    files = sorted(tiny_run.parent.rglob("*"))
+    environment(variables)
+    fails(capsys, named, evaluate.main, tiny_run)
+    fails(capsys, named, generate.main, tiny_run, "abc")
+    fails(capsys, named, sweep.main, "taught", "--runs-dir", tiny_run.parent)
+    fails(capsys, named, train, "quickstart", "--name", "lost", "--runs_dir", tiny_run.parent)
+    assert sorted(tiny_run.parent.rglob("*")) == files
 
 
-@pytest.mark.parametrize("named", WRONG)
-def test_any_other_set_ends_each_command_in_one_line(named, run, environment, capsys):
-    files = sorted(run.parent.rglob("*"))
-    environment(WRONG[named])
-    fails(capsys, named, evaluate.main, run)
-    fails(capsys, named, generate.main, run, "abc")
-    fails(capsys, named, sweep.main, "taught", "--runs-dir", run.parent)
-    fails(capsys, named, train, "quickstart", "--name", "lost", "--runs_dir", run.parent)
-    assert sorted(run.parent.rglob("*")) == files
-
-
-@pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
-def test_several_processes_need_a_meeting_place(missing, run, environment, capsys):
-    environment(WHOLE | {missing: ""})
-    fails(capsys, missing, evaluate.main, run)
-
-
-def test_a_sweep_is_not_started_by_torchrun(environment, run, capsys):
-    environment(WHOLE)
-    fails(capsys, "torchrun", sweep.main, "taught", "--runs-dir", run.parent)
+def test_a_sweep_is_not_started_by_torchrun(environment, tiny_run, capsys):
+    environment("TWO")
+    fails(capsys, "torchrun", sweep.main, "taught", "--runs-dir", tiny_run.parent)
 
 
 def test_the_loss_of_a_sequence_that_no_rank_computes_is_nan():

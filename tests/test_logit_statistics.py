@@ -2,18 +2,17 @@
 """scripts.logit_statistics on tiny Hugging Face models and a run of ours, against a float64 computation and scipy."""
 
 import functools
-import itertools
 import json
 
 import pytest
-import scipy.stats
+import reference
 import torch
 
 transformers = pytest.importorskip("transformers", reason="an extra: pip install -r requirements-extras.txt")
 
 import tokenizers
-from commands import read_json, succeeds
-from scipy.stats import kurtosis, skew
+from commands import read_json, succeeds, write_files
+from scipy import stats
 from test_reproduce import call, is_figure  # noqa: F401 (call is a fixture)
 from tiny_run import train_tiny_run
 from torch.testing import assert_close
@@ -48,21 +47,14 @@ def make_model(family):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A Gemma's folder with a tokenizer, and text.txt beside it."""
-    make_model("Gemma2").save_pretrained(tmp_path / "model")
-    vocabulary = dict(zip(WORDS, range(len(WORDS))))
+    """A Gemma's folder with a tokenizer."""
+    make_model("Gemma2").save_pretrained(tmp_path)
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", unk_token="<unk>")
-    fast.save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text(f"\n{TEXT}\n")
-    return tmp_path / "model"
-
-
-def as_complex(x):
-    """Return the pairs of dimensions that are rotated together: (B, T, H D) to (B, H, T, D / 2)."""
-    x = x.unflatten(-1, (-1, 2, 8)).transpose(1, 2)
-    return torch.complex(x[..., 0, :], x[..., 1, :])
+    fast.save_pretrained(tmp_path)
+    return write_files(tmp_path, {"text.txt": f"\n{TEXT}\n"})
 
 
 @torch.no_grad()
@@ -76,13 +68,15 @@ def exact_scores(model, tokens):
     T = tokens.shape[1]
     i, j = torch.tril_indices(T - 1, T - 1, offset=-1) + 1
     scale = getattr(model.config, "query_pre_attn_scalar", 16) ** -0.5
-    frequencies = 500.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
-    turn = torch.exp(1j * torch.arange(T, dtype=torch.float64)[:, None] * frequencies)
+    turn = -torch.arange(T).double(), reference.rope_frequencies(16, 500.0)  # the reference turns the other way
     scores = {}
     for layer, rotated in KEYS:
-        q, k = (as_complex(x) * turn**rotated for x in projected[2 * layer :][:2])
-        s = q @ k.repeat_interleave(3, dim=1).conj().mT  # (B, H, T, T)
-        scores[layer, rotated] = scale * s.real.transpose(0, 1)[:, :, i, j].flatten(1)
+        pair = projected[2 * layer :][:2]
+        q, k = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in pair)
+        if rotated:
+            q, k = (reference.rotate(x, *turn) for x in (q, k))
+        s = q @ k.repeat_interleave(3, dim=1).mT  # (B, H, T, T)
+        scores[layer, rotated] = scale * s.transpose(0, 1)[:, :, i, j].flatten(1)
     return scores
 
 
@@ -91,13 +85,6 @@ def recorded_scores(model, **options):
 
 
 assert_near = functools.partial(assert_close, atol=5e-5, rtol=2e-5)
-
-
-def test_scores_of_gemma_are_those_before_the_cap():
-    model = make_model("Gemma2")
-    exact = exact_scores(model, TOKENS)
-    assert max(scores.abs().max() for scores in exact.values()) > 2 * CAPPED["attn_logit_softcapping"]
-    assert_near(recorded_scores(model), exact)
 
 
 def test_scores_of_llama_and_of_its_conversions():
@@ -122,13 +109,14 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
     tokens = torch.tensor([[0, *map(WORDS.index, TEXT.split())]])
     statistics = read_json(out / "statistics.json")
     exact = exact_scores(make_model("Gemma2"), tokens)
+    assert max(scores.max() for scores in exact.values()) > 2 * CAPPED["attn_logit_softcapping"]
     for row, (key, scores) in zip(statistics["layers"], exact.items(), strict=True):
         assert (row["layer"], row["rotated"]) == key and len(row["qq"]["sample"]) == 200
         for x, found in zip([*scores, scores.flatten()], [*row["heads"], row["all"]], strict=True):
             x = x.numpy()
-            mean, std = x.mean(), x.std()
-            ks, _ = scipy.stats.kstest(x, "norm", args=(mean, std))
-            expected = dict(mean=mean, std=std, skewness=skew(x), excess_kurtosis=kurtosis(x), ks=ks)
+            expected = dict(mean=x.mean(), std=x.std())
+            expected |= dict(skewness=stats.skew(x), excess_kurtosis=stats.kurtosis(x))
+            expected["ks"], _ = stats.kstest(x, "norm", args=(x.mean(), x.std()))
             assert found == pytest.approx(expected, rel=1e-4, abs=2e-5)
     assert (statistics["tokens"], statistics["pairs"]) == (tokens.numel(), scores.shape[1])
     assert statistics["dtype"] == "float32" and "0.333333" in statistics["scale"]
@@ -139,32 +127,28 @@ def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, ca
 def test_a_run_of_ours(tmp_path, monkeypatch):
     """The run has two layers: one without rotation, one with it."""
     run = train_tiny_run(tmp_path, "--method nope,rope+window --num_layers 2 --steps 1 --cooldown_steps 0")
-    (tmp_path / "text.txt").write_text("abc hg " * 20)
     monkeypatch.chdir(tmp_path)
     succeeds(logit_statistics.main, *"run --text text.txt --tokens 30".split())
     layers = read_json(tmp_path / "runs/logit_statistics/run/statistics.json")["layers"]  # the default folder
     _, model = logit_statistics.load_run(run, torch.device("cpu"))
     tokenizer = load_tokenizer(tmp_path / "data")
-    tokens = [tokenizer.eot, *tokenizer.encode("abc hg " * 20)][:30]
+    tokens = [tokenizer.eot, *tokenizer.encode((tmp_path / "0.txt").read_text())][:30]
     expected = own.layer_scores(model, torch.tensor([tokens]), 2**18)
     for row, (layer, rotated, scores) in zip(layers, expected, strict=True):
-        assert (row["layer"], row["rotated"]) == (layer, rotated)
-        assert row["heads"][0]["std"] == pytest.approx(scores[0].std(correction=0).item())
+        found = row["layer"], row["rotated"], row["heads"][0]["std"]
+        assert found == (layer, rotated, pytest.approx(scores[0].std(correction=0).item()))
     assert len(layers) == 3 and layers[2]["rotated"]
 
 
-def test_the_papers_six_figures(tmp_path, call):  # noqa: F811
+def test_the_papers_six_figures_and_two_of_a_run(tmp_path, call):  # noqa: F811
     scores = torch.randn(2, 40, dtype=torch.float64)
     layers = [describe_scores(scores, layer=0, rotated=rotated) for rotated in (False, True)]
-    about = dict.fromkeys("text text_sha256 scale dtype device commit made".split(), "?")
+    about = dict.fromkeys("text text_sha256 scale dtype device commit made command".split(), "?")
+    statistics = json.dumps(about | dict(tokens=9, pairs=40, layers=layers))
     for name in (*PAPERS_MODELS, "run"):
-        path = tmp_path / f"runs/logit_statistics/{name}/statistics.json"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps(about | dict(tokens=9, pairs=40, command=f"measure {name}", layers=layers)))
-    code, output = call("figure_qq", "--scale", "mini")
-    assert code == 0
-    for name, (title, _) in (PAPERS_MODELS | {"run": ("run", None)}).items():
-        assert name == "run" or f"`measure {name}`" in output.out
-        assert output.out.count(f"| {title} ") == 2
-    for name, form in itertools.product(("llama_1b", "llama_8b", "gemma_2_27b"), ("with", "without")):
-        assert is_figure(tmp_path / f"out/figures/figure_qq_{name}_{form}_rotation")
+        write_files(tmp_path / "runs/logit_statistics", {f"{name}/statistics.json": statistics})
+    code, output = call("figure_qq --scale mini")
+    titles = [title for title, _ in PAPERS_MODELS.values()]
+    assert code == 0 and all(output.out.count(f"| {title} ") == 2 for title in (*titles, "run"))
+    figures = [*(tmp_path / "out/figures").iterdir()]
+    assert len(figures) == 8 and all(map(is_figure, figures))

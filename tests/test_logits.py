@@ -9,6 +9,7 @@ import reference
 import scipy.stats
 import torch
 from attention_cases import parse
+from commands import parametrize, refuses, slow
 from test_gpt import LAYERS, TRAIN_LENGTH, make_gpt, make_random_gpt, plain_layers, random_tokens, rms_norm
 from test_methods import NAMES
 from test_rivals import forgetting
@@ -52,7 +53,7 @@ def plain_scores(name, model, tokens, rotated):
     return torch.stack(scores)
 
 
-@pytest.mark.parametrize("name", ["p_rope", "logn_p_rope", "scale_invariant_p_rope"])  # figure_entropy's methods
+@parametrize("name", ["p_rope", "logn_p_rope", "scale_invariant_p_rope"])  # figure_entropy's methods
 def test_profile_equals_dense_attention(name):
     model, lengths = make_random_gpt(name), [1, TRAIN_LENGTH, 131]
     tokens, _ = random_tokens(140, batch=3)
@@ -67,7 +68,7 @@ def test_profile_equals_dense_attention(name):
     assert {length for length, quantity in profile if quantity == "entropy_10_100"} == {131}  # as far as contexts reach
 
 
-@pytest.mark.parametrize("name", ["rope", "logn_p_rope", "alibi", "scale_invariant_p_rope"])
+@parametrize("name", ["rope", "logn_p_rope", "alibi", "scale_invariant_p_rope"])
 def test_scores_of_heads_equal_sums_over_pairs(name):
     model = make_random_gpt(name)
     tokens, _ = random_tokens(2 * SPAN + heads.GAP, batch=3)
@@ -79,7 +80,7 @@ def test_scores_of_heads_equal_sums_over_pairs(name):
     assert heads.head_scores(model, tokens) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.slow
+@slow
 def test_heads_form_at_the_first_checkpoint_above_the_threshold(tmp_path, monkeypatch):
     path = train_tiny_run(tmp_path, "--method rope --save_every 1 --keep 9 --val_lengths 240")
     stored = read_run(path)
@@ -92,7 +93,7 @@ def test_heads_form_at_the_first_checkpoint_above_the_threshold(tmp_path, monkey
     assert row[1:-1] == ["RoPE", "2.0", "not"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@parametrize("name", NAMES)
 def test_scores_and_their_quantiles_equal_dense_scores(name):
     model, (tokens, _) = make_random_gpt(name), random_tokens(43, batch=2)
     forms = [False, True] if name in ROTATING else [False]
@@ -107,46 +108,28 @@ def test_scores_and_their_quantiles_equal_dense_scores(name):
     np.testing.assert_allclose(scipy.stats.norm.cdf(points["gaussian"], x.mean(), x.std()), shares)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "infini" not in name])
-@pytest.mark.parametrize("length", [1, 150])
-def test_largest_logits_and_entropies_equal_dense_ones(name, length):
-    model, (tokens, _) = make_random_gpt(name), random_tokens(length, batch=3)
-    expected = {str(layer): statistics_of(x) for layer, x in enumerate(exact_logits(name, model, tokens))}
-    found = attention_by_layer(model, tokens, model.plan(length))
-    by_layer = {layer: [found["max_logit"][layer], found["attention_entropy"][layer]] for layer in found["max_logit"]}
-    assert by_layer == {layer: pytest.approx(pair, rel=1e-4, abs=1e-6) for layer, pair in expected.items()}
-
-
-def statistics_of(logits):
-    """Return the largest of dense logits, and the mean entropy of the rows, as attention_by_layer has them."""
-    entropies = torch.distributions.Categorical(logits=logits).entropy()
-    return [logits.max().item(), entropies.mean().item()]
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("case", """scale_invariant_p_rope learn_tau=True | scale_invariant_p_rope+sink
-    | scale_invariant_nope learn_gain=True tau_ratio=0.5 | scale_invariant_nope learn_moments=True
-    | scale_invariant_rope skip_first=True tau=0.01 | rope+window window=5 | nope+forget
-    | scale_invariant_p_rope+forget+window window=29""".split("|"))
-def test_largest_logits_with_every_mechanism(case):
-    """One layer against the dense logits. A sink is no key, and forgetting never raises a logit."""
+@parametrize("length", [1, 150])
+@parametrize("case", """rope | p_rope | rope_ntk | yarn | logn_rope | logn_ntk | alibi | nope
+    | scale_invariant_p_rope learn_tau=True | scale_invariant_p_rope+sink | scale_invariant_nope learn_moments=True
+    | scale_invariant_nope learn_gain=True tau_ratio=0.5 | scale_invariant_rope skip_first=True tau=0.01
+    | rope+window window=5 | nope+forget | scale_invariant_p_rope+forget+window window=29""".split("|"))
+def test_largest_logits_and_entropies_equal_dense_ones(case, length):
+    """One layer. A sink is no key, and forgetting never raises a logit."""
     name, options = parse(case)
-    model, (tokens, _) = make_random_gpt(name, num_layers=1, method_options=options), random_tokens(150, batch=3)
+    model, (tokens, _) = make_random_gpt(name, num_layers=1, method_options=options), random_tokens(length, batch=3)
     method, (q, k, *_) = model.blocks[0].attention.method, next(exact_layers("nope", model, tokens))
     if method.sink:
         method.sink.logit += 1000
-
-    def dense(*mechanisms):
-        return attention_logits(Method(name, method.shape, [*filter(None, mechanisms)]), q, k)
-
-    logits = dense(method.rotation, method.score_change, method.window)
+    mechanisms = filter(None, (method.rotation, method.query_scale, method.score_change, method.window))
+    logits = attention_logits(Method(name, method.shape, [*mechanisms]), q, k)
     if method.key_bias:
         logits += forgetting(method, rms_norm(rms_norm(model.embedding.weight.double()[tokens])))
-    expected = statistics_of(logits)
-    assert abs(expected[0] - dense(method.rotation).max()) > 0.01  # otherwise the test would not see a change
+    entropies = torch.distributions.Categorical(logits=logits).entropy()
     for backend in ("auto", "blocks"):
-        found = attention_by_layer(model, tokens, model.plan(150, backend=backend))
-        assert [by_layer["0"] for by_layer in found.values()] == pytest.approx(expected, rel=1e-4)
+        found = attention_by_layer(model, tokens, model.plan(length, backend=backend))
+        assert found["max_logit"] == {"0": pytest.approx(logits.max().item(), rel=1e-4)}
+        assert found["attention_entropy"] == {"0": pytest.approx(entropies.mean().item(), rel=1e-4, abs=1e-6)}
 
 
 def test_layers_without_logits_have_no_largest_one():
@@ -175,21 +158,18 @@ def test_too_many_pairs_are_sampled_uniformly_without_key_0_and_the_diagonal():
     everything = {(b, i, j) for b in range(2) for i in range(9) for j in range(1, i)}  # 2 * 28 pairs
     for most in (30, 55, 56):
         pairs = torch.stack(score_pairs(2, 9, most, seed=0), dim=1).tolist()
-        found = {*map(tuple, pairs)}
-        assert len(pairs) == most and found <= everything
-    assert found == everything
-    draws = 100_000
-    b, i, j = score_pairs(20, 900, draws, seed=0)
-    assert len(b) == draws and ((1 <= j) & (j < i) & (i < 900)).all()
+        assert len(pairs) == most and {*map(tuple, pairs)} <= everything
+    assert {*map(tuple, pairs)} == everything
+    pairs = torch.stack(score_pairs(20, 900, 100_000, seed=0)).double()
     # For uniform pairs 1 <= j < i <= n, the means are E[b] = 9.5, E[i] = 2 (n + 1) / 3 and E[j] = (n + 1) / 3.
-    for x, mean in [(b, 9.5), (i, 600.0), (j, 300.0)]:
-        assert abs(x.double().mean() - mean) < 4 * x.double().std() / draws**0.5
+    off = pairs.mean(dim=1) - torch.tensor([9.5, 600, 300])
+    assert pairs.shape == (3, 100_000)
+    assert (off.abs() < 4 * pairs.std(dim=1) / 100_000**0.5).all()
 
 
 def test_windows_lie_at_even_distances_over_the_text(tmp_path):
     stream = open_split(write_shards(tmp_path, val=np.arange(1000), vocab_size=1000), "val", 1000)
-    expected = torch.tensor([[0], [333], [666]]) + torch.arange(200)
-    assert torch.equal(logits.validation_windows(stream, 3, 200), expected)
-    assert logits.validation_windows(stream, 5, 200).shape == (5, 200)
-    with pytest.raises(ValueError, match="1000"):
+    windows = logits.validation_windows(stream, 3, 200)
+    assert torch.equal(windows, torch.tensor([[0], [333], [666]]) + torch.arange(200))
+    with refuses("1000"):
         logits.validation_windows(stream, 6, 200)

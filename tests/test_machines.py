@@ -5,14 +5,14 @@ import sys
 import time
 
 import pytest
-from commands import TWO_RANKS
+from commands import TWO_RANKS, parametrize, slow
 from lives import holding
 from machines import Network, missing
 from test_train import arguments, assert_close_run, assert_same_run, train, train_here
 
 from runtime.metrics import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 MACHINES = (14, "machines that are lost are named, and the run goes on with those that are left or come back")
 TOLERANCE = 2e-3  # nats; by 1 process instead of 4, 300 undisturbed steps come to 6e-4
 PATIENCE = 480  # seconds without a step after which a run counts as lost; torchrun's exit barrier alone may wait 300
@@ -133,7 +133,7 @@ def of_one(data, tmp_path_factory):
 
 
 @pytest.mark.promise(*MACHINES)
-@pytest.mark.parametrize("failure", ["without power", "link down for ever"])
+@parametrize("failure", ["without power", "link down for ever"])
 def test_the_others_go_on_without_a_lost_machine(failure, data, of_one, network, faults, long, held, tmp_path):
     """Three machines with one process each have unequal shares of the 8 sequences of a step. Then there are two."""
     if not long:

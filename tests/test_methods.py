@@ -1,10 +1,8 @@
 """The paper's methods against the float64 formulas of reference.py: values, gradients, names, options, refusals."""
 
-import cmath
 import dataclasses
 import math
 
-import pytest
 import reference
 import torch
 from attention_cases import (
@@ -18,7 +16,7 @@ from attention_cases import (
     random,
     random_qkv,
 )
-from commands import refuses
+from commands import parametrize, refuses, table
 from torch.testing import assert_close
 
 from configs.presets import preset
@@ -41,7 +39,7 @@ OPTIONS = """rope base=100 | p_rope base=64 | p_rope form=barbero base=500 share
     | scale_invariant_p_rope tau=0.01 form=barbero | scale_invariant_p_rope learn_tau=True tau_ratio=4
     | scale_invariant_rope tau=0.5 tau_ratio=4 | scale_invariant_nope tau_ratio=0.5 learn_gain=True
     | infini_rope segment_length=7 | infini_p_rope segment_length=37 form=barbero"""
-every_case = pytest.mark.parametrize("case", [*NAMES, *map(str.strip, OPTIONS.split("|"))])
+every_case = parametrize("case", [*NAMES, *map(str.strip, OPTIONS.split("|"))])
 
 SHAPES = [  # batch, num_heads, head_dim, length, target_length: below, at and beyond TRAIN_LENGTH
     (3, 6, 16, 1, None),
@@ -71,7 +69,7 @@ def make_learned(name, num_heads, head_dim, **options):
 # ---- values and gradients --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch, num_heads, head_dim, length, target_length", SHAPES)
+@parametrize("batch, num_heads, head_dim, length, target_length", SHAPES)
 @every_case
 def test_output_and_logits_are_the_reference(case, batch, num_heads, head_dim, length, target_length):
     name, options = parse(case)
@@ -96,53 +94,10 @@ def test_output_and_logits_are_the_reference(case, batch, num_heads, head_dim, l
             assert_same_function(logits.tril(), [q, k, *parameters], truth.tril(), truth_gradients, tolerance)
 
 
-def test_reference_attention_is_a_loop_over_tokens():
-    """The reference against the formulas in plain Python, for the paper's method: one head, five tokens, D = 8."""
-    *qk, v = inputs = random_qkv(1, 8, 5, batch=1)
-    output = reference.attend("scale_invariant_p_rope", *inputs, train_length=4)[0, 0]
-    pairs = (x[0, 0].unflatten(-1, (2, 4)) for x in qk)  # (T, 2, D / 2): two numbers turn together
-    q, k = (torch.complex(x[:, 0], x[:, 1]).tolist() for x in pairs)
-    theta = [1, 1 / 1024, 0, 0]
-    for i in range(5):
-        weights = []
-        for t in range(i + 1):
-            score = 0
-            for pair, other, angle in zip(q[i], k[i - t], theta):
-                score += (pair * other.conjugate() * cmath.exp(-1j * t * angle)).real
-            a = math.sqrt(1 + 2 * math.log(1 + t / 10))
-            weights.append(math.exp(a * score / math.sqrt(8) + 1 - a * a))
-        expected = sum(w * v[0, 0, i - t] for t, w in enumerate(weights)) / sum(weights)
-        assert_close(output[i], expected, rtol=0, atol=1e-12)
-
-
-# ---- scale-invariant attention ---------------------------------------------------------------------------------------
-
-TABLE = {  # t: a_t, m_t at tau = 10
-    0: (1, 0), 1: (1.0912, -0.1906),
-    10: (1.5448, -1.3863), 100: (2.4074, -4.7958),
-    1000: (3.1985, -9.2302), 4095: (3.6104, -12.0348),
-    16383: (3.9754, -14.8040), 65535: (4.3100, -17.5758),
-}
-
-
-def test_a_and_m_are_the_table_65535_tokens_back():
-    """Value channel c is 1 at one key alone, so output c is the key's attention weight."""
-    k = torch.zeros(2, 1, 65536, 16)
-    k[1, ..., 0] = 4  # S = 4 everywhere in the second of the batch, 0 in the first
-    v = torch.zeros_like(k)
-    v[:, :, 65535 - torch.tensor(list(TABLE)), torch.arange(8)] = 1
-    output = attend(make("scale_invariant_nope", num_heads=1), k[:, :, :1], k, v)
-    weights = output[:, 0, 0, :8]
-    m, four_a_plus_m = (weights / weights[:, :1]).log() + torch.tensor([[0.0], [4.0]])
-    a = (four_a_plus_m - m) / 4
-    expected = torch.tensor([*TABLE.values()])
-    assert_close(torch.stack([a, m], dim=1), expected, rtol=0, atol=7e-5)
-
-
 # ---- names and combinations ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", """p_rope+scale_invariant+gate gate+scale_invariant+p_rope scale_invariant_p_rope+gate
+@parametrize("names", """p_rope+scale_invariant+gate gate+scale_invariant+p_rope scale_invariant_p_rope+gate
     | scale_invariant_p_rope scale_invariant+p_rope | logn_ntk logn+ntk | fox nope+forget forget | nope | rope rope,rope
     | window nope+window | rope+window,nope window+rope,nope,rope+window,nope
     | rnope_swa nope,window+rope,rope+window,rope+window""".split("|"))
@@ -171,11 +126,14 @@ def test_options_of_a_new_mechanism_have_the_types_of_its_constructor(monkeypatc
             make("own", **{option: "wrong"})
 
 
-@pytest.mark.parametrize("name, other", [
-    ("rope", "rope_ntk"), ("rope", "yarn"), ("yarn", "rope"),
-    ("rope_ntk", "yarn"), ("logn_rope", "logn_ntk"),
-])
-@pytest.mark.parametrize("length", [TRAIN_LENGTH, TRAIN_LENGTH // 2, 3 * TRAIN_LENGTH])
+@table("name, other", """
+    rope      | rope_ntk
+    rope      | yarn
+    yarn      | rope
+    rope_ntk  | yarn
+    logn_rope | logn_ntk
+""")
+@parametrize("length", [TRAIN_LENGTH, TRAIN_LENGTH // 2, 3 * TRAIN_LENGTH])
 def test_an_alternative_is_the_other_method_with_these_weights(name, other, length):
     """As in a validation: the parameters of one method, the plan of the other."""
     ours, _, _, known = make_learned(name, 2, 16, base=500.0)
@@ -196,29 +154,22 @@ def test_a_plan_moves_an_alternative_to_the_device_of_the_model():
     assert {parameter.device.type for parameter in alternative.parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize("name, other", [
-    ("rope", "p_rope"), ("rope", "logn_rope"), ("alibi", "nope"), ("scale_invariant_rope", "scale_invariant_p_rope"),
-    ("infini_rope", "rope"), ("nope", "rope"), ("p_rope", "rope_ntk"),
-])
-def test_methods_that_train_differently_are_no_alternatives(name, other):
+@table("case, other", """
+    rope                 | p_rope
+    rope                 | logn_rope
+    alibi                | nope
+    scale_invariant_rope | scale_invariant_p_rope
+    infini_rope          | rope
+    nope                 | rope
+    p_rope base=10000.0  | rope_ntk
+""")
+def test_methods_that_train_differently_are_no_alternatives(case, other):
+    name, options = parse(case)
     with refuses(name, other):
-        options = dict(base=1e4) if name == "p_rope" else {}
         make_alternative(name, other, Shape(2, 16, TRAIN_LENGTH), options)
 
 
-# ---- ALiBi and LogN --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_heads, slopes, exponents", [
-    (6, "official", [2, 4, 6, 8, 1, 3]),
-    (12, "official", [*range(1, 9), 0.5, 1.5, 2.5, 3.5]),
-    (6, "geometric", [8 * h / 6 for h in range(1, 7)]),
-])
-def test_alibi_slopes(num_heads, slopes, exponents):
-    zeros = torch.zeros(1, num_heads, 9, 16)
-    bias = attention_logits(make("alibi", num_heads, slopes=slopes), zeros, zeros)[0, :, -1].flip(-1)  # (H, t)
-    expected = -torch.tensor([[2.0**-x] for x in exponents]) * torch.arange(9)
-    assert_close(bias, expected, rtol=0, atol=1e-6)
+# ---- learned numbers -------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -251,17 +202,24 @@ def test_logn_starts_with_a_mean_multiplier_of_one_and_tau_where_it_is_set():
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, word", {
-    "rope+p_rope": "rotation", "logn+p_rope+logn": "query scale", "alibi+scale_invariant": "score change",
-    "infini+pope": "pope.infini", "fire+sink": "sink.fire", "fox+sink": "sink", "rnope_swa+gate": "rnope_swa",
-    "rnope_swa": "make_layers", "rope+windw": "window", "scale_invariant_prope": "scale_invariant_p_rope",
-}.items())
+@table("name, word", """
+    rope+p_rope           | rotation
+    logn+p_rope+logn      | query scale
+    alibi+scale_invariant | score change
+    infini+pope           | pope.infini
+    fire+sink             | sink.fire
+    fox+sink              | sink
+    rnope_swa+gate        | rnope_swa
+    rnope_swa             | make_layers
+    rope+windw            | window
+    scale_invariant_prope | scale_invariant_p_rope
+""")
 def test_parts_that_exclude_each_other_or_do_not_exist_are_refused_by_name(name, word):
     with refuses(word):
         make(name)
 
 
-@pytest.mark.parametrize("case", """scale_invariant_rope tua=tau | infini_p_rope segment_length=1.5 | p_rope form=wrong
+@parametrize("case", """scale_invariant_rope tua=tau | infini_p_rope segment_length=1.5 | p_rope form=wrong
     | alibi slopes=wrong | logn_rope context=wrong | scale_invariant_p_rope tau=0.0 | scale_invariant_p_rope tau=-1.0
     | scale_invariant_p_rope tau=inf | scale_invariant_p_rope tau=nan | scale_invariant_p_rope tau_ratio=-2.0
     | rope+window window=0 | fire threshold=-3 | log_offset offset=0.5 | n_power head_dim=1""".split("|"))
@@ -271,9 +229,9 @@ def test_wrong_options_are_refused_by_name_and_value(case):
         make(name, **{"num_heads": 12} | options)
 
 
-@pytest.mark.parametrize("function", [attend, attention_logits])
-@pytest.mark.parametrize("num_heads, head_dim", [(8, 16), (1, 16), (6, 32)])
-@pytest.mark.parametrize("name", ["nope", "infini_rope"])
+@parametrize("function", [attend, attention_logits])
+@parametrize("num_heads, head_dim", [(8, 16), (1, 16), (6, 32)])
+@parametrize("name", ["nope", "infini_rope"])
 def test_other_heads_than_the_method_s_are_refused(name, num_heads, head_dim, function):
     q, k, v = random_qkv(num_heads, head_dim, 5)
     with refuses(f"{num_heads}, 5, {head_dim}"):

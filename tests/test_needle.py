@@ -2,13 +2,13 @@
 
 import math
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from commands import exit_code, fails, read_json, succeeds
+from commands import fails, read_json, succeeds, table
 from test_train import assert_same_numbers
-from tiny_run import train_tiny_run
 
 from configs.runs import Needle
 from data.needle import Haystack, NeedleTask
@@ -21,14 +21,9 @@ from scripts.shared.runs import load_run
 SHORT = "--haystack shards --steps 6 --sequences 4 --examples 5 --lengths 240 480 --device cpu --compile off"
 
 
-@pytest.fixture(scope="module")
-def pretrained(tmp_path_factory):
-    return train_tiny_run(tmp_path_factory.mktemp("needle"))
-
-
 @pytest.fixture
-def run(pretrained, tmp_path):
-    return shutil.copytree(pretrained, tmp_path / "run")
+def run(tiny_run, tmp_path):
+    return shutil.copytree(tiny_run, tmp_path / "run")
 
 
 @pytest.fixture
@@ -36,7 +31,7 @@ def tune(run):
     """Return a function that fine-tunes the run, and returns its summary."""
 
     def tune(options=""):
-        assert exit_code(needle.main, [run, *SHORT.split(), *options.split()]) == 0
+        succeeds(needle.main, run, *SHORT.split(), *options.split())
         return read_json(run / "needle" / "summary.json")
 
     return tune
@@ -137,13 +132,13 @@ def test_accuracy_is_by_needle_and_by_distance(load, monkeypatch):
     monkeypatch.setattr(needle, "greedy_decode", decode)
     found = needle.measure_accuracy(config, model, task, 7)
     assert found["greedy"] == pytest.approx(2 / 3) and found["teacher_forcing"] == 0.0  # the model itself knows nothing
-    counts = {}
+    right, all_ = Counter(), Counter()
     for example in examples.values():
-        for i, position in enumerate(example.positions):
-            octave = 2 ** math.floor(math.log2(example.response_start - position))
-            right, all_ = counts.get(str(octave), (0, 0))
-            counts[str(octave)] = [right + (i != 1), all_ + 1]
-    assert found["by_distance"] == counts and len(counts) > 1
+        octaves = [str(2 ** math.floor(math.log2(example.response_start - place))) for place in example.positions]
+        right.update(octaves[::2])
+        all_.update(octaves)
+    assert found["by_distance"] == {octave: [right[octave], count] for octave, count in all_.items()}
+    assert len(all_) > 1
 
 
 def test_teacher_forcing_and_greedy_agree_when_the_model_is_right(load):
@@ -189,24 +184,23 @@ def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypa
     assert first["greedy"] == {"240": summary["greedy"]["240"]}
 
 
-@pytest.mark.parametrize("options, settings", [
-    ("", Needle("c4", steps=300, sequences=64, examples=500)),
-    ("--scale mini --examples 7", Needle("shards", steps=6000, sequences=8, examples=7, curriculum=144)),
-])
-def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch, options, settings):
+def test_the_scale_gives_the_settings_and_options_replace_them(monkeypatch):
     calls = []
     monkeypatch.setattr(needle, "run", lambda *args: calls.append(args[:2]))
-    succeeds(needle.main, "runs/a", "runs/b", "--device", "cpu", *options.split())
-    assert calls == [(Path("runs/a"), settings), (Path("runs/b"), settings)]
+    for options in ("", "--scale mini --examples 7"):
+        succeeds(needle.main, "runs/a", "runs/b", "--device", "cpu", *options.split())
+    paper = Needle("c4", steps=300, sequences=64, examples=500)
+    mini = Needle("shards", steps=6000, sequences=8, examples=7, curriculum=144)
+    assert calls == [(Path(run), settings) for settings in (paper, mini) for run in ("runs/a", "runs/b")]
 
 
-@pytest.mark.parametrize("options, named", [
-    ("--examples 0", "examples"),
-    ("--curriculum -1", "curriculum"),
-    ("--curriculum 40", "length 40"),
-    ("--lengths 40", "length 40"),
-    ("--lengths 10000000", "haystack"),
-])
+@table("options, named", """
+    --examples 0       | examples
+    --curriculum -1    | curriculum
+    --curriculum 40    | length 40
+    --lengths 40       | length 40
+    --lengths 10000000 | haystack
+""")
 def test_a_mistake_is_named_and_leaves_nothing(run, refused, options, named):
     refused(options, named)
     shutil.rmtree(run / "checkpoints")

@@ -1,11 +1,12 @@
 """Muon against a plain reference, and schedules. test_config.py has the presets' learning rates."""
 
-import math
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 import torch
 from attention_cases import random
+from commands import parametrize, table
 
 from optim import muon
 from optim.muon import Muon, shape_scale
@@ -52,7 +53,7 @@ def reference_muon(p, steps):
     return p
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@parametrize("compile", [False, True])
 def test_muon_matches_a_float64_reference(compile):
     params = make_parameters(ONE_BATCH if compile else SHAPES)
     start = [p.detach().clone() for p in params]
@@ -71,18 +72,17 @@ def test_matrices_of_one_shape_up_to_transposition_share_a_batch(monkeypatch):
     assert sorted(shapes) == [(1, 24, 95), (2, 24, 96), (4, 24, 24)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", ["64x64", "96x32", "32x96"])
+@parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize("shape", ["64x64", "96x32", "32x96"])
 def test_singular_values_of_the_update_are_near_one(shape, dtype):
     (p,) = make_parameters(shape)
     u, s, v = torch.linalg.svd(p.detach(), full_matrices=False)
     p.grad = 1e-3 * u * torch.logspace(-1, 0, len(s)) @ v
     p.data.zero_()
     Muon([p], LR, dtype=dtype).step()
-    update = -p.detach() / (LR * shape_scale(p))
+    update = u.T @ (-p.detach() / (LR * shape_scale(p))) @ v.T  # in the gradient's singular vectors
     values = torch.linalg.svdvals(update)
-    assert 0.65 < values.min() and values.max() < 1.25
-    assert torch.trace(u.T @ update @ v.T) > 0.65 * len(s)  # the singular vectors are the gradient's
+    assert 0.65 < values.min() and values.max() < 1.25 and torch.trace(update) > 0.65 * len(s)
 
 
 def test_compiled_step_does_not_recompile_when_the_learning_rate_changes():
@@ -95,22 +95,17 @@ def test_compiled_step_does_not_recompile_when_the_learning_rate_changes():
             train(optimizer, params, [1])
 
 
-@pytest.mark.parametrize("schedule, steps, warmup, cooldown, factors", [
-    ("constant_linear", 4578, 0, 1308, {3271: 1307 / 1308, 4578: 0}),  # the paper's 162M
-    ("constant_linear", 5, 0, 0, {4: 1}),
-    ("cosine", 10_900, 0, 0, {2725: (1 + math.sqrt(0.5)) / 2}),  # the paper's 304M
-    ("trapezoid", 300, 100, 100, {0: 0.01, 49: 0.5, 99: 1}),  # the paper's needles
-    ("trapezoid", 300, 100, 100, {200: 1, 201: 0.99, 300: 0}),
-    ("trapezoid", 5, 2, 3, {1: 1}),
-])
-def test_lr_factor_at_points_computed_by_hand(schedule, steps, warmup, cooldown, factors):
+@table("schedule, steps, points", """
+    constant_linear | 4578 0 1308 | 3271:1307/1308 4578:0
+    constant_linear | 5 0 0       | 4:1
+    cosine          | 10900 0 0   | 0:1 5450:1/2 10900:0
+    trapezoid       | 300 100 100 | 0:1/100 49:1/2 99:1 200:1 201:99/100 300:0
+    trapezoid       | 5 2 3       | 1:1
+""")
+def test_lr_factor_at_points_computed_by_hand(schedule, steps, points):
+    """steps: all, of the warm-up and of the cool-down. The paper's 162M, 304M and needles are among them."""
+    steps, warmup, cooldown = map(int, steps.split())
     config = SimpleNamespace(schedule=schedule, steps=steps, warmup_steps=warmup, cooldown_steps=cooldown)
-    for step, factor in factors.items():
-        assert lr_factor(config, step) == pytest.approx(factor, abs=1e-12)
-
-
-def test_set_lr_of_a_float_reaches_every_group():
-    first, second = make_parameters("3 3")
-    optimizer = torch.optim.Adam([dict(params=first), dict(params=second, lr=0.002)], lr=0.3)
-    set_lr(optimizer, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+    for point in points.split():
+        step, factor = map(Fraction, point.split(":"))
+        assert lr_factor(config, int(step)) == pytest.approx(float(factor), abs=1e-12)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import ROOT, exit_code, names, one_error, read_json, update_json, write_files
+from commands import ROOT, exit_code, names, one_error, parametrize, read_json, slow, update_json, write_files
 from test_text import make_documents, write_lines
 from tiny_run import sweeps_in_this_process
 
@@ -22,7 +22,7 @@ TINY = "--steps 10 --cooldown_steps 1 --length_schedule 32 2 64 2 --val_tokens 4
 TINY += " --vocab_size 1024 --num_layers 1 --compile off --device cpu"
 
 
-@pytest.mark.parametrize("name", ["quickstart", "test", "torture"])
+@parametrize("name", ["quickstart", "test", "torture"])
 def test_help_installs_nothing(tmp_path, name):
     """The folder has no .venv, and there is no Python that could make one."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
@@ -32,7 +32,7 @@ def test_help_installs_nothing(tmp_path, name):
     assert names(tmp_path) == ["scripts"]
 
 
-@pytest.mark.parametrize("text, documents, share", [("taught", 62, 0.5), ("mini", 120, None), ("far", 62, 0)])
+@parametrize("text, documents, share", [("taught", 62, 0.5), ("mini", 120, None), ("far", 62, 0)])
 def test_text_and_tokenizer_come_from_this_machine(text, documents, share, tmp_path, monkeypatch, capsys):
     files = [name.format(i) for i in range(60) for name in ("lib/module_{}.py", "lib/package_{}/sub.py")]
     files += "torch/a.py lib/test/wrong.py lib/package_1/tests/wrong.py lib/site-packages/wrong.py".split()
@@ -65,7 +65,7 @@ def run(books, more=""):
     return exit_code(script.main, f"--runs-dir {books}/runs --data_dir {books}/data {TINY} {more}".split())
 
 
-@pytest.mark.slow
+@slow
 def test_a_short_quickstart_trains_every_method_and_repeats_nothing(books, capsys):
     with sweeps_in_this_process():
         assert run(books) == 0

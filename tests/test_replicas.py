@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch._dynamo  # here once, or else in every process by its optimizers
+from commands import parametrize
 from lives import flip_bit, run_ranks
 from test_sharded import Trainer, groups
 
@@ -67,7 +68,7 @@ def results(tmp_path_factory, long):
 
 
 @pytest.mark.promise(*CORRUPTION)
-@pytest.mark.parametrize("world", WORLDS)
+@parametrize("world", WORLDS)
 def test_a_flipped_bit_in_the_memory_of_one_rank_names_it_on_all(results, world, faults):
     ours, *others = [found for found, _ in results[world]]
     assert others == [ours] * (world - 1)
@@ -76,12 +77,12 @@ def test_a_flipped_bit_in_the_memory_of_one_rank_names_it_on_all(results, world,
             assert named == flipped
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@parametrize("world", WORLDS)
 def test_all_ranks_go_on_from_a_checkpoint_that_all_find_whole(results, world):
     assert [newest for _, newest in results[world]] == [(1, ["step_000002.pt"])] * world
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_checksum_sees_any_bit(dtype):
     tensor = torch.randn(7, 11, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = checksum(tensor)

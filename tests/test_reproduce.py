@@ -1,5 +1,6 @@
 """Tables and figures from runs with known contents: numbers, files, and the names of missing runs."""
 
+import collections
 import dataclasses
 import json
 import math
@@ -8,30 +9,24 @@ import re
 import matplotlib.image
 import numpy as np
 import pytest
-import torch
-from commands import ROOT, exit_code, update_json
-from test_train import write_shards
+from commands import ROOT, exit_code, slow, table, update_json, write_files
 
 from configs.sweeps import SCALES
-from model.gpt import GPT
 from results import reach
-from runtime.checkpoint import save_checkpoint
 from scripts.reproduce import __main__ as command
-from scripts.reproduce import figures, needles, theory
+from scripts.reproduce import figures, needles
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets
-from scripts.shared.arguments import field_changes
-from scripts.shared.looks import method_name, series_label, series_name
-from scripts.shared.runs import data_fingerprint, read_runs
+from scripts.shared.looks import series_label, series_name
+from scripts.shared.runs import read_runs
 from scripts.shared.sweeps import all_sweeps, studies, sweep
-from scripts.shared.tables import format_mean, mean_and_stderr
+from scripts.shared.tables import format_mean
 
-pytestmark = pytest.mark.slow
+pytestmark = slow
 
-LOG_HEADER = "python 3.12.1, torch 2.13.0, numpy 2.3.0\ndevice: an abacus\ncommit: 0123abc\n"
-LOG_HEADER += "started: 2026-11-28T09:30:00+00:00\n"
-
-TINY = "--num_heads 2 --model_dim 16 --vocab_size 64 --train_length 64 --batch_tokens 64 --steps 2"
+HEADER = "python 3.12.1, torch {}, numpy 2.3.0\ndevice: an abacus\ncommit: 0123abc\nstarted: 2026-11-28T09:30:00\n"
+# The log of a run that was resumed with another torch.
+LOG = HEADER.format("2.13.0") + "==== a.py ====\nimport torch now\n" + HEADER.format("2.14.0+cu130")
 
 
 def write_run(
@@ -43,29 +38,25 @@ def write_run(
     others: losses of its weights as other methods, {method: losses}. part: validation tokens, before the end, at all
     lengths but the first (the fast profile).
     """
-    folder = runs_dir / run.name
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(vars(run.config)))
-    (folder / "log.txt").write_text(f"{LOG_HEADER}==== a.py ====\nimport torch now\n")
-    records = [{"step": 1, "tokens": 1, "train_loss": 5.0}]
+    # 1. The validations.
+    records = ['{"step": 1, "tokens": 1, "train_loss": 5.0}']
     for i, step in enumerate(steps):
         def rise(values):
             return {str(n): x + 0.1 * (len(steps) - 1 - i) for n, x in values.items()}
-        record = {"step": step, "tokens": step, "val_loss": rise(losses)}
-        record["val_loss_as"] = {method: rise(found) for method, found in others.items()}
-        record["val_tokens"] = dict.fromkeys(record["val_loss"], val_tokens)
+        counts = dict.fromkeys(map(str, losses), val_tokens)
         if part and step < steps[-1]:
-            record["val_tokens"] |= dict.fromkeys([*record["val_loss"]][1:], part)
-        records.append(record)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    last = {key: records[-1][key] for key in ("val_loss", "val_loss_as", "val_tokens")}
-    last |= {"name": run.name, "data": data, "steps": steps[-1], "tokens": 1000, "seconds": 8.0, "parameters": 9}
-    (folder / "summary.json").write_text(json.dumps(last | summary))
-    (folder / "data.json").write_text(json.dumps(dict(train=data, validation="v")))
+            counts |= dict.fromkeys([*counts][1:], part)
+        found = dict(val_loss=rise(losses), val_tokens=counts)
+        found["val_loss_as"] = {method: rise(values) for method, values in others.items()}
+        records.append(json.dumps(dict(step=step, tokens=step) | found))
+
+    # 2. The files.
+    last = dict(name=run.name, data=data, steps=steps[-1], tokens=1000, seconds=8.0, parameters=9)
+    contents = dict(config=vars(run.config), summary=last | found | summary, data=dict(train=data, validation="v"))
     if needle:
-        (folder / "needle").mkdir()
-        (folder / "needle" / "summary.json").write_text(json.dumps(needle))
-    return folder
+        contents["needle/summary"] = needle
+    files = {f"{name}.json": json.dumps(content) for name, content in contents.items()}
+    return write_files(runs_dir / run.name, files | {"log.txt": LOG, "metrics.jsonl": "\n".join(records) + "\n"})
 
 
 def write_study(runs_dir, item, scale="mini", **options):
@@ -87,9 +78,9 @@ def write_study(runs_dir, item, scale="mini", **options):
 def call(tmp_path, capsys):
     """Runs the command on tmp_path's runs: its exit status and its output."""
 
-    def call(*argv):
-        code = exit_code(command.main, [*argv, "--runs-dir", tmp_path / "runs", "--out", tmp_path / "out"])
-        return code, capsys.readouterr()
+    def call(text, *fields):
+        argv = [*text.split(), *fields, "--runs-dir", tmp_path / "runs", "--out", tmp_path / "out"]
+        return exit_code(command.main, argv), capsys.readouterr()
 
     return call
 
@@ -130,9 +121,10 @@ def table_of(text):
     return found
 
 
-def missing(output):
-    """Return the lines of a page that name missing runs."""
-    return [line for line in output.out.splitlines() if line.startswith("- missing")]
+def assert_missing(output, named):
+    """Assert that lines of a page name missing runs: {run: reason}."""
+    for run, reason in named.items():
+        assert re.search(rf"^- missing(?=.*`mini-{run}`).*{reason}", output.out, re.MULTILINE), run
 
 
 def used(output):
@@ -148,38 +140,23 @@ def same(run, value=4.0):
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def test_mean_and_standard_error():
-    mean, stderr = mean_and_stderr([1.0, 2.0, 4.0])
-    assert mean == pytest.approx(7 / 3)
-    assert stderr == pytest.approx(math.sqrt((16 / 9 + 1 / 9 + 25 / 9) / 2 / 3))
-    assert mean_and_stderr([2.0]) == (2.0, None) and mean_and_stderr([]) == (None, None)
-
-
-def test_methods_of_mechanisms_have_names():
-    assert method_name("pope+scale_invariant+gate") == "Scale-invariant PoPE, gated output"
-    assert method_name("p_rope+forget") == "p-RoPE, forgetting"
-    assert method_name("scale_invariant_nope,rope+window,rope+window") == "Scale-invariant NoPE; 2 x RoPE, window"
-
-
 def test_paper_targets_are_whole():
     counts = dict(table_losses=30, table_needle=30, table_infini=12, table_llama=30)
     assert {name: len(paper_targets(name)) for name in counts} == counts
     losses = paper_targets("table_losses")
     assert losses["p_rope", 65_536] == dict(mean=5.735, stderr=0.085, seeds=3, note="", remark="")
-    odd = {(name, m) for name in counts for (m, _), target in paper_targets(name).items() if target["remark"]}
-    assert odd == {*((name, "yarn") for name in counts if name != "table_infini"), ("table_llama", "rope_ntk")}
-    for name in ("table_losses", "table_infini"):  # the paper's bold is the lowest of its column
-        for length in (4096, 16_384, 65_536):
-            column = {m: t for (m, n), t in paper_targets(name).items() if n == length}
-            lowest = min(t["mean"] for t in column.values())
-            assert all(("bold" in t["note"]) == (t["mean"] == lowest) for t in column.values())
+    columns = collections.defaultdict(dict)
+    for (_, length), target in losses.items():
+        columns[length][target["mean"]] = "bold" in target["note"]
+    for column in columns.values():  # the paper's bold is the lowest of its column
+        assert [mean for mean, bold in column.items() if bold] == [min(column)]
 
 
 def test_without_runs_nothing_is_written_and_the_sweep_is_named(tmp_path, call):
-    code, output = call("table_infini", "--scale", "mini", "--steps", "6", "--cooldown_steps", "2")
+    options = "table_infini --scale mini --steps 6 --cooldown_steps 2"
+    code, output = call(options)
     assert code == 1 and used(output) == [0, 12] and not (tmp_path / "out").exists()
-    options = f"--scale mini --steps 6 --cooldown_steps 2 --runs-dir {tmp_path / 'runs'}"
-    assert f"scripts.sweep table_infini {options}" in output.out
+    assert f"scripts.sweep {options} --runs-dir {tmp_path / 'runs'}" in output.out
 
 
 def test_runs_of_an_item_read_equally_many_tokens():
@@ -188,15 +165,16 @@ def test_runs_of_an_item_read_equally_many_tokens():
         assert len({run.config.steps * run.config.batch_tokens for run in sweep(item, "mini")}) == 1
 
 
-@pytest.mark.parametrize("field", ["data", "validation", "val_tokens"])
-def test_runs_on_another_text_are_named_and_left_out(tmp_path, call, field):
-    runs = sweep("table_losses", "mini", methods=["rope"])
-    for run in runs:
+@table("file, field, value", """
+    summary | data       | other
+    data    | validation | other
+    summary | val_tokens | 1024
+""")
+def test_runs_on_another_text_are_named_and_left_out(tmp_path, call, file, field, value):
+    for run in sweep("table_losses", "mini", methods=["rope"]):
         folder = write_run(tmp_path / "runs", run, same(run))
-    path = folder / ("data.json" if field == "validation" else "summary.json")
-    other = {"data": "other", "validation": "other", "val_tokens": 1024}[field]
-    update_json(path, **{field: other})
-    code, output = call("table_losses", "--scale", "mini", "--methods", "rope")
+    update_json(folder / f"{file}.json", **{field: int(value) if value.isdigit() else value})
+    code, output = call("table_losses --scale mini --methods rope")
     assert code == 1 and "`mini-rope-s2`" in output.out and used(output) == [2, 3]
 
 
@@ -210,17 +188,17 @@ def test_a_few_runs_on_another_text_do_not_hide_kept_runs(tmp_path):
 def test_missing_lengths_come_from_the_evaluation_or_are_named(tmp_path, call):
     runs = sweep("table_losses", "mini", methods=["rope"])
     folders = [write_run(tmp_path / "runs", run, {256: 4.0, 1024: 4.5, 4096: 5.0}) for run in runs]
-    evaluation = dict(step="step_000640", val_tokens=49_152, val_loss={"16384": 6.0, "256": 9.0})
-    (folders[0] / "evaluation.json").write_text(json.dumps(evaluation))
-    (folders[1] / "evaluation.json").write_text(json.dumps(evaluation | dict(val_tokens=1024)))  # other tokens
-    (folders[2] / "evaluation_fedc.json").write_text(json.dumps(evaluation))
-    code, output = call("table_losses", "--scale", "mini", "--methods", "rope")
-    table = table_of(output.out)
-    assert table["RoPE", "16384 (64x)"] == "6.000 \u00b1 n/a" and table["RoPE", "256 (1x)"] == "4.000 \u00b1 0.000"
-    assert table["RoPE", "seeds"] == "1-3"
-    assert code == 1 and f"scripts.evaluate {folders[0]}" not in output.out
-    for folder in folders[1:]:
-        assert f"python -m scripts.evaluate {folder} --lengths 16384" in output.out
+    right = '{"step": "step_000640", "val_tokens": 49152, "val_loss": {"16384": 6.0, "256": 9.0}}'
+    of_other_tokens = right.replace("49152", "1024")
+    files = ("evaluation", right), ("evaluation", of_other_tokens), ("evaluation_fedc", right)
+    for folder, (name, content) in zip(folders, files):
+        write_files(folder, {f"{name}.json": content})
+    code, output = call("table_losses --scale mini --methods rope")
+    found = table_of(output.out)
+    assert found["RoPE", "16384 (64x)"] == "6.000 \u00b1 n/a" and found["RoPE", "256 (1x)"] == "4.000 \u00b1 0.000"
+    assert found["RoPE", "seeds"] == "1-3"
+    lacking = [f"python -m scripts.evaluate {folder} --lengths 16384" in output.out for folder in folders]
+    assert code == 1 and lacking == [False, True, True]
 
 
 def test_unfinished_other_diverged_and_damaged_runs_are_named(tmp_path, call):
@@ -230,20 +208,19 @@ def test_unfinished_other_diverged_and_damaged_runs_are_named(tmp_path, call):
     update_json(p_rope / "config.json", muon_lr=0.5)
     (nope / "summary.json").write_text((nope / "summary.json").read_text().replace("4.0", "null"))
     (alibi / "config.json").write_text("[")
-    argv = ["--scale", "mini", "--seeds", "0", "--methods", *(run.config.method for run in runs)]
-    code, output = call("table_losses", *argv)
+    code, output = call("table_losses --scale mini --seeds 0 --methods", *(run.config.method for run in runs))
     assert code == 1 and used(output) == [1, 5]
-    for name, reason in [("rope", "interrupted"), ("p_rope", "muon_lr"), ("nope", "summary.json"), ("alibi", "config")]:
-        assert any(f"`mini-{name}-s0`" in line and reason in line for line in missing(output)), name
+    named = {"rope-s0": "interrupted", "p_rope-s0": "muon_lr", "nope-s0": "summary.json", "alibi-s0": "config"}
+    assert_missing(output, named)
 
 
 def test_all_seeds_that_there_are_count_unless_some_are_asked_for(tmp_path, call):
     for run in sweep("table_losses", "mini", seeds=[0, 7, 9], methods=["nope"]):
         write_run(tmp_path / "runs", run, same(run, 4.0 + run.config.seed))
-    for argv, seeds, mean in (("--seeds", "0", "9"), "2", "8.500"), ((), "3", "9.333"):
-        _, output = call("table_losses", "--scale", "mini", "--methods", "nope", *argv)
-        table = table_of(output.out)
-        assert table["NoPE", "seeds"] == seeds and table["NoPE", "256 (1x)"].startswith(mean)
+    for options, seeds, mean in ("--seeds 0 9", "2", "8.500"), ("", "3", "9.333"):
+        _, output = call(f"table_losses --scale mini --methods nope {options}")
+        found = table_of(output.out)
+        assert found["NoPE", "seeds"] == seeds and found["NoPE", "256 (1x)"].startswith(mean)
 
 
 # ---- needles ---------------------------------------------------------------------------------------------------------
@@ -258,28 +235,29 @@ def needle_summary(run, greedy, **settings):
 
 def test_needle_table(tmp_path, call):
     for run in sweep("table_needle", "mini", methods=["alibi", "rope"]):
-        method, seed, share = run.config.method, run.config.seed, 0.9 - 0.1 * run.config.seed
-        score = {"256": share, "1024": share / 2, "4096": 0.0}
-        if (method, seed) == ("rope", 1):
-            score.pop("4096")
-        if (method, seed) == ("rope", 0):
-            score["16384"] = 0.1  # needle --lengths
-        other = dict(steps=300) if (method, seed) == ("alibi", 1) else {}
-        needle = None if (method, seed) == ("alibi", 2) else needle_summary(run, score, **other)
-        write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle)
-    code, output = call("table_needle", "--scale", "mini", "--methods", "alibi", "rope")
-    table = table_of(output.out)
-    assert table["RoPE", "256 (1x) greedy"] == format_mean(0.8, 0.1)
-    assert table["ALiBi", "1024 (4x) greedy"] == "0.450 \u00b1 n/a" and table["ALiBi", "seeds"] == "1"
-    assert table["RoPE", "256 (1x) teacher forcing"].startswith("0.950")
-    assert table["RoPE", "paper 4k (1x)"].startswith("0.962")
-    assert table["ALiBi", "16384 (64x) greedy"] == "" and table["RoPE", "16384 (64x) greedy"] == "0.100 \u00b1 n/a"
-    assert "YaRN" not in {name for name, _ in table}
-    for name, reason in [("alibi-s2", "not fine-tuned"), ("alibi-s1", "steps 300"), ("rope-s1", "interrupted")]:
-        assert any(f"`mini-{name}`" in line and reason in line for line in missing(output)), name
+        share = 0.9 - 0.1 * run.config.seed
+        summary = needle_summary(run, {"256": share, "1024": share / 2, "4096": 0.0})
+        match run.name:
+            case "mini-rope-s0":
+                summary["greedy"]["16384"] = 0.1  # needle --lengths
+            case "mini-rope-s1":
+                del summary["greedy"]["4096"]
+            case "mini-alibi-s1":
+                summary["steps"] = 300
+            case "mini-alibi-s2":
+                summary = None
+        write_run(tmp_path / "runs", run, {256: 4.0}, needle=summary)
+    code, output = call("table_needle --scale mini --methods alibi rope")
+    found = table_of(output.out)
+    assert found["RoPE", "256 (1x) greedy"] == format_mean(0.8, 0.1)
+    assert found["ALiBi", "1024 (4x) greedy"] == "0.450 \u00b1 n/a" and found["ALiBi", "seeds"] == "1"
+    assert found["RoPE", "256 (1x) teacher forcing"].startswith("0.950")
+    assert found["RoPE", "paper 4k (1x)"].startswith("0.962")
+    assert found["ALiBi", "16384 (64x) greedy"] == "" and found["RoPE", "16384 (64x) greedy"] == "0.100 \u00b1 n/a"
+    assert_missing(output, {"alibi-s2": "not fine-tuned", "alibi-s1": "steps 300", "rope-s1": "interrupted"})
     assert code == 1 and f"{SCALES['mini'].needle}" in output.out
     (tmp_path / "out" / "tables.md").unlink()
-    _, output = call("table_needle", "--scale", "mini", "--methods", "yarn")
+    _, output = call("table_needle --scale mini --methods yarn")
     assert table_of(output.out)["YaRN\u2020", "256 (1x) greedy"] == "0.250 \u00b1 0.000"
 
 
@@ -289,11 +267,11 @@ def test_needles_by_distance_are_counted_over_seeds(tmp_path, call):
     first, shares = {"256": {"64": [3, 4], "128": [0, 5]}}, {"256": 0.8, "1024": 0.4, "4096": 0.0}
     for run, known in zip(runs, [first, counts, {}]):
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, shares, by_distance=known))
-    _, output = call("table_needle", "--scale", "mini", "--methods", "rope")
+    _, output = call("table_needle --scale mini --methods rope")
     assert is_figure(tmp_path / "out" / "figures" / "table_needle_distances")
-    table = output.out.split("### By distance")[1]
-    assert "| RoPE   |    256 |   1/1 |    3/4 |    2/10 |          |" in table.splitlines()
-    assert cells_of(table)["RoPE"] == ["1024", "", "", "", "1/9"]
+    *_, near, far = rows_of(output.out.split("### By distance")[1])
+    assert near == ["RoPE", "256", "1/1", "3/4", "2/10", ""]
+    assert far == ["RoPE", "1024", "", "", "", "1/9"]
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
@@ -310,7 +288,7 @@ def curves_of(panel):
 
 def test_curves_are_means_over_seeds(tmp_path, call, drawn):
     values = write_study(tmp_path / "runs", "figure_train_4k", part=16_384)
-    code, output = call("figure_train_4k", "--scale", "mini")
+    code, output = call("figure_train_4k --scale mini")
     ((*panels,), zoomed) = drawn["figure_train_4k"]
     assert code == 0 and len(zoomed) == 3 and "Open circles" in output.out
     for length, panel in zip((256, 1024, 4096), panels):
@@ -331,15 +309,9 @@ def test_a_mean_is_over_losses_on_the_same_tokens(tmp_path, call, drawn):
     for seed, part in enumerate((None, 16_384)):
         (run,) = sweep("figure_train_4k", "mini", seeds=[seed], methods=["rope"])
         write_run(tmp_path / "runs", run, {256: 4.0, 1024: 4.1, 4096: 4.2, 16_384: 4.3}, part=part)
-    call("figure_train_4k", "--scale", "mini", "--seeds", "0", "1", "--methods", "rope")
+    call("figure_train_4k --scale mini --seeds 0 1 --methods rope")
     steps = [[*curves_of(panel)["RoPE"]] for panel in drawn["figure_train_4k"][0]]
     assert steps == [[0, 200, 400, 640], [640], [640]]
-
-
-def test_models_are_shown_at_their_training_length(tmp_path, call, drawn):
-    write_study(tmp_path / "runs", "figure_train_lengths")
-    assert call("figure_train_lengths", "--scale", "mini")[0] == 0
-    assert [len(curves_of(panel)) for panel in drawn["figure_train_lengths"][0]] == [10, 9, 9]
 
 
 def test_a_loss_that_is_not_a_number_is_a_gap_and_a_damaged_record_is_named(tmp_path, call):
@@ -347,74 +319,37 @@ def test_a_loss_that_is_not_a_number_is_a_gap_and_a_damaged_record_is_named(tmp_
     folders = {run.config.method: write_run(tmp_path / "runs", run, same(run)) for run in runs}
     metrics = folders["alibi"] / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"256": 4.1,', '"256": null,'))
-    argv = ["figure_train_4k", "--scale", "mini", "--seeds", "0", "--methods", "rope", "alibi"]
-    assert call(*argv)[0] == 0 and is_figure(tmp_path / "out" / "figures" / "figure_train_4k")
-    lines = metrics.read_text().splitlines()
-    metrics.write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]))
-    code, output = call(*argv)
+    options = "figure_train_4k --scale mini --seeds 0 --methods rope alibi"
+    assert call(options)[0] == 0 and is_figure(tmp_path / "out" / "figures" / "figure_train_4k")
+    metrics.write_text(metrics.read_text().replace('"step": 0', '"step": '))
+    code, output = call(options)
     assert code == 2 and f"{metrics}, line 2" in output.err
 
 
 # ---- theory and trained models ---------------------------------------------------------------------------------------
 
 
-def write_models(tmp_path, val_tokens):
-    """Untrained tiny models of the study's methods, with checkpoints, and their validation text."""
-    random = np.random.default_rng(0)
-    write_shards(tmp_path / "data", random.integers(64, size=100), random.integers(64, size=val_tokens))
-    fields = [*TINY.split(), "--num_layers", "1", "--data_dir", str(tmp_path / "data"), "--device", "cpu"]
-    for run in sweep("figure_entropy", "mini", changes=field_changes("mini", fields)):
-        folder = write_run(tmp_path / "runs", run, same(run), data=data_fingerprint(run.config))
-        (folder / "data.json").unlink()
-        (folder / "checkpoints").mkdir()
-        torch.manual_seed(run.config.seed)
-        model = GPT(run.config, torch.float32)
-        save_checkpoint(folder / "checkpoints", 2, dict(step=2, model=model.state_dict()))
-    return fields
-
-
-@pytest.fixture
-def few_draws(monkeypatch):
-    monkeypatch.setattr(theory, "DRAWS", 2)
-
-
-def test_figure_entropy_of_trained_models(tmp_path, call, drawn, few_draws):
-    fields = write_models(tmp_path, val_tokens=4 * 4096)
-    assert call("figure_entropy", "--scale", "mini", *fields)[0] == 0
-    for row, last in zip(drawn["figure_entropy"], (17, 13), strict=True):  # iid scores, trained models
-        assert [line.xs for line in row[0].lines] == [[2**k for k in range(7, last)]] * 3
-
-
-def test_models_whose_text_is_too_short_or_another_are_named(tmp_path, call, few_draws):
-    fields = write_models(tmp_path, val_tokens=4 * 4096 - 1)
-    other = sorted((tmp_path / "runs").iterdir())[0]
-    (other / "data.json").write_text("{}")
-    code, output = call("figure_entropy", "--scale", "mini", *fields)
-    assert code == 1 and used(output) == [0, 3] and f"`{other.name}`" in output.out
-    assert is_figure(tmp_path / "out" / "figures" / "figure_entropy")
-
-
 def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
-    common = dict(model="meta-llama/Llama-2-7b-hf", train_length=4096, validation="v", val_tokens={"4096": 1000})
-    common |= dict(tokens=50_003_968, method_options={})
-    ours, loss = dict(method="scale_invariant_p_rope", steps=95), {"4096": 2.2, "16384": 2.21, "65536": 2.3}
+    common = dict(model="meta-llama/Llama-2-7b-hf", train_length=4096, val_tokens={"4096": 1000}, tokens=50_003_968)
+    common |= dict(method="scale_invariant_p_rope", method_options={}, steps=95, validation="v")
     runs = dict(
-        rope=dict(method="rope", steps=0, val_loss={"4096": 1.9, "16384": 7.0, "65536": 8.5}),
-        ours=ours | dict(val_loss=loss),
-        again=ours | dict(val_loss=loss | {"4096": 2.4}),  # another seed
-        form=ours | dict(method_options={"form": "barbero"}, val_loss=loss | {"4096": 2.1}),
-        text=ours | dict(val_loss=loss, validation="other"),
+        rope=dict(loss=1.9, method="rope", steps=0),
+        ours=dict(loss=2.2),
+        again=dict(loss=2.4),  # another seed
+        form=dict(loss=2.1, method_options={"form": "barbero"}),
+        text=dict(loss=2.2, validation="other"),
     )
     for name, run in runs.items():
-        (tmp_path / "runs" / "continued" / name).mkdir(parents=True)
-        (tmp_path / "runs" / "continued" / name / "summary.json").write_text(json.dumps(common | run))
+        losses = {"4096": run["loss"], "16384": 7.0, "65536": 8.5}
+        summary = json.dumps(common | run | dict(val_loss=losses))
+        write_files(tmp_path / "runs" / "continued", {f"{name}/summary.json": summary})
     code, output = call("table_llama")
-    table = table_of(output.out)
-    assert table["RoPE", "4096 (1x)"] == "1.900 \u00b1 n/a" and table["RoPE", "paper 16k (4x)"] == "7.036"
-    assert table["Scale-invariant p-RoPE", "4096 (1x)"] == "2.300 \u00b1 0.100"
-    assert table["Scale-invariant p-RoPE, fastest pairs", "4096 (1x)"] == "2.100 \u00b1 n/a"
-    assert table["YaRN", "4096 (1x)"] == "" and table["YaRN", "paper 64k (16x)"] == "8.763"
-    assert code == 1 and any("`text`" in line for line in missing(output))
+    found = table_of(output.out)
+    assert found["RoPE", "4096 (1x)"] == "1.900 \u00b1 n/a" and found["RoPE", "paper 16k (4x)"] == "7.036"
+    assert found["Scale-invariant p-RoPE", "4096 (1x)"] == "2.300 \u00b1 0.100"
+    assert found["Scale-invariant p-RoPE, fastest pairs", "4096 (1x)"] == "2.100 \u00b1 n/a"
+    assert found["YaRN", "4096 (1x)"] == "" and found["YaRN", "paper 64k (16x)"] == "8.763"
+    assert code == 1 and re.search("- missing.*`text`", output.out)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -423,31 +358,20 @@ def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
 def test_a_section_takes_its_place_among_the_others(tmp_path, call):
     for run in sweep("table_losses", "mini", methods=["alibi"], seeds=[0]):
         write_run(tmp_path / "runs", run, same(run))
-    page = tmp_path / "out" / "tables.md"
-    page.parent.mkdir()
-    page.write_text("# Tables\n\n## of_a_command_that_is_gone\n\nkept\n\n## figure_sublog\n\n0.5\n")
-    assert call("table_losses", "--scale", "mini", "--methods", "alibi", "--seeds", "0")[0] == 0
-    sections = command.read_sections(page)
+    page = "# Tables\n\n## of_a_command_that_is_gone\n\nkept\n\n## figure_sublog\n\n0.5\n"
+    write_files(tmp_path / "out", {"tables.md": page})
+    assert call("table_losses --scale mini --methods alibi --seeds 0")[0] == 0
+    sections = command.read_sections(tmp_path / "out" / "tables.md")
     assert [*sections] == ["table_losses", "figure_sublog", "of_a_command_that_is_gone"]
     assert sections["of_a_command_that_is_gone"].endswith("\nkept\n")
 
 
-def test_versions_come_from_the_header_of_the_log_alone(tmp_path):
-    (run,) = sweep("table_losses", "mini", methods=["rope"], seeds=[0])
-    folder = write_run(tmp_path, run, same(run))
-    again = LOG_HEADER.replace("2.13.0", "2.14.0+cu130").replace("0123abc", "4567def")  # a resumed run
-    (folder / "log.txt").write_text((folder / "log.txt").read_text() + again)
-    (stored,) = read_runs(tmp_path)
-    assert stored.logged("torch") == ["2.13.0", "2.14.0+cu130"]
-    assert stored.logged("commit") == ["0123abc", "4567def"] and stored.logged("device") == ["an abacus"]
-
-
-@pytest.mark.parametrize("argv, named", [
-    (["table_loss"], "table_loss"),
-    (["table_losses", "--scale", "huge"], "huge"),
-    (["table_losses", "--stepz", "3"], "--stepz"),
-    (["figure_tau", "--methods", "rope"], "rope"),
-])
+@table("argv, named", """
+    table_loss                | table_loss
+    table_losses --scale huge | huge
+    table_losses --stepz 3    | --stepz
+    figure_tau --methods rope | rope
+""")
 def test_wrong_usage_is_one_line(argv, named, call):
-    code, output = call(*argv)
+    code, output = call(argv)
     assert code == 2 and named in output.err.splitlines()[-1] and "Traceback" not in output.err

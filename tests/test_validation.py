@@ -4,11 +4,11 @@ import dataclasses
 from functools import partial
 
 import pytest
+from commands import parametrize
 
 from configs.presets import preset
 from measure.flops import attention_flops_per_token, forward_flops_per_token, validation_share
 from measure.validation import validation_gaps, validation_plan
-from scripts.shared.runs import val_tokens
 
 FULL = 10_485_760
 ALL = dict.fromkeys((4096, 16_384, 65_536), FULL)
@@ -34,7 +34,7 @@ def test_fast_validates_the_other_lengths_on_a_quarter_every_500_steps():
     assert plans(dataclasses.replace(preset("gpt_162m_16k"), val_profile="fast")) == expected | {4578: ALL}
 
 
-@pytest.mark.parametrize("profile", ["paper", "fast", "light"])
+@parametrize("profile", ["paper", "fast", "light"])
 def test_without_val_every_all_profiles_validate_at_the_end_only(profile):
     assert plans(changed(val_every=0, val_profile=profile)) == {4578: ALL}
 
@@ -47,7 +47,7 @@ def test_light_validates_short_lengths_and_gaps_on_a_sixteenth():
     assert validation_gaps(config, ALL, last=True) == [256, 1024, 1025]
 
 
-@pytest.mark.parametrize("lengths, tokens, part", [
+@parametrize("lengths, tokens, part", [
     ((64, 96), 960, 192),
     ((64, 96), 384, 192),
     ((16, 48), 48, 48),
@@ -80,20 +80,13 @@ def test_flops_of_wider_queries_and_keys():
     assert 2 * wide == 3 * plain
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 256])
+@parametrize("length", [1, 31, 32, 33, 256])
 def test_flops_of_windows_and_gates(length):
     """Windows cost as many FLOPs as pairs that are seen, counted one by one. Gates cost a matrix product."""
-    full = preset("mini")
-    windowed = dataclasses.replace(full, num_layers=5, method="rope+window,rope", method_options=dict(window=32))
+    windowed = changed(num_layers=5, method="rope+window,rope", method_options=dict(window=32))
     distances = [i - j for i in range(length) for j in range(i + 1)]
     near = sum(distance < 32 for distance in distances)
-    expected = 4 * full.model_dim * (3 * near + 2 * len(distances)) // length
+    expected = 4 * 768 * (3 * near + 2 * len(distances)) // length
     assert attention_flops_per_token(windowed, length) == expected
-    gated = dataclasses.replace(full, method="p_rope+gate")
-    more = forward_flops_per_token(gated, length) - forward_flops_per_token(full, length)
-    assert more == 2 * full.num_layers * full.model_dim**2
-
-
-def test_tokens_of_records_of_before_the_profiles():
-    assert val_tokens(dict(val_loss={"16": 1.0, "64": 2.0}, val_tokens=128)) == {"16": 128, "64": 128}
-    assert val_tokens(dict(val_loss={"16": 1.0}, val_tokens={"16": 64})) == {"16": 64}
+    more = forward_flops_per_token(changed(method="p_rope+gate"), length) - forward_flops_per_token(PAPER, length)
+    assert more == 2 * 12 * 768**2
