@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from types import UnionType
+from typing import IO, Any, BinaryIO, Literal, get_args, get_origin
 
 from errors import UserError
 
@@ -97,9 +98,31 @@ def check_object(value: Any, place: str, remedy: str = "Restore it.", **fields: 
     for name, kind in fields.items():
         if name not in value:
             raise UserError(f"{place} has no {name}. {remedy}")
-        if type(value[name]) is not kind:
-            raise UserError(f"{place}: {name} is {str(value[name])[:40]!r}, not of type {kind.__name__}. {remedy}")
+        if not fits(value[name], kind):
+            shown = kind.__name__ if type(kind) is type else kind
+            raise UserError(f"{place}: {name} is {str(value[name])[:40]!r}, not of type {shown}. {remedy}")
     return value
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return True if a value, perhaps of JSON, has this type.
+
+    An int is a float too, and a list is a tuple. The keys of dict[int, ...] are digits, because JSON's keys are texts.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in parts
+    if origin is UnionType:
+        return any(fits(value, part) for part in parts)
+    if origin is dict:
+        key_kind, item_kind = parts
+        keys_fit = isinstance(value, dict) and (key_kind is str or all(map(str.isdecimal, value)))
+        return keys_fit and all(fits(item, item_kind) for item in value.values())
+    if origin in (list, tuple):
+        return isinstance(value, (list, tuple)) and all(fits(item, parts[0]) for item in value)
+    if kind is float:
+        return isinstance(value, (int, float)) and type(value) is not bool
+    return type(value) is kind
 
 
 def to_json(record: Any, **options: Any) -> str:

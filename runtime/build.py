@@ -33,7 +33,7 @@ CALIBRATION_TOKENS = 8192  # the pairs of queries and keys of longer sequences w
 def config_of(stored: dict[str, Any], kind: type[Config] = Config) -> Config:
     """Return the configuration stored in a config.json or a checkpoint. Missing fields get their defaults.
 
-    kind: Config or a subclass. A damaged dictionary may raise any Exception.
+    kind: Config or a subclass. Raise ValueError for values that a configuration cannot have.
     """
     known = {field.name for field in dataclasses.fields(kind)}
     values = {}

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from configs.config import Config
+from configs.config import Config, config_hash
 from data.copy_rows import schedule_problem
 from data.shards import read_manifest
 from files import replace_text
 from model.attention.plan import Plan
 from model.gpt import GPT
+from runtime.build import config_of
 from runtime.checkpoint import Progress
 from runtime.device import device_name, peak_flops, peak_memory
 from runtime.metrics import Metrics, finish_mirror, start_mirror
@@ -102,7 +103,7 @@ class RunLog:
 
         # 1. To the folder alone.
         device = device_name(self.world.device)
-        folder.write_json("config.json", vars(config))
+        folder.write_json("config.json", vars(config) | {"hash": config_hash(config_of(vars(config)))})
         folder.write_json("data.json", data)
         folder.log(f"python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}")
         folder.log(f"device: {device}")

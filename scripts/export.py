@@ -22,10 +22,11 @@ from data.shards import TOKENIZER_FILE, sha256_of
 from data.tokenizer import Tokenizer
 from errors import exit_on_user_error, require
 from runtime.checkpoint import latest_checkpoint
+from runtime.metrics import read_record
 from scripts.hf.load import import_transformers
 from scripts.hf.modules import ROOT, export_modules
 from scripts.shared.arguments import Parser
-from scripts.shared.runs import StoredRun, load_run, read_object, read_run
+from scripts.shared.runs import StoredRun, load_run, read_run
 from scripts.shared.tables import loss_table
 
 GPT2 = "openai-community/gpt2"  # on the hub
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None):
     if args.push is None or not out.exists():
         print(f"{out}: {export(args.run, out):,} parameters")
     if args.push:
-        exported = (read_object(out / "config.json") or {}).get("model_type") == "method_gpt"
+        exported = (read_record(out / "config.json") or {}).get("model_type") == "method_gpt"
         require(exported, f"{out} is not an exported model. Choose another --out.")
         with one_line_errors(f"upload {out} to {args.push}"):
             print(HfApi().create_repo(args.push, private=args.private, exist_ok=True))

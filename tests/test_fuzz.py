@@ -1,0 +1,250 @@
+"""Mutates every file that the product reads. A command gives the right numbers, or one line and exit code 2.
+
+    FUZZ=3000 SEED=1 python -m pytest -s tests/test_fuzz.py      this number of mutations, drawn with this seed
+"""
+
+import contextlib
+import io
+import json
+import math
+import os
+import random
+import re
+import shutil
+import sys
+import traceback
+
+import pytest
+from commands import ROOT, exit_code, read_json, write_files
+from tiny_run import arguments, train_tiny_run
+
+from data import shards
+from scripts import evaluate, generate, keep
+from scripts.record import __main__ as record
+from scripts.record import tracks
+from scripts.reproduce import __main__ as reproduce
+from train_gpt import main as train
+
+ENTRY = "results/records/laptop/2026-11-25_root"
+READERS = {  # file: the commands that read it
+    "data/manifest.json": "verify evaluate resume",
+    "data/tokenizer.json": "verify generate",
+    "data/letters_train_000001.bin": "verify resume",
+    "data/letters_val_000000.bin": "verify evaluate",
+    "run/config.json": "evaluate keep",
+    "run/data.json": "evaluate keep generate",
+    "run/summary.json": "evaluate keep",
+    "run/evaluation.json": "evaluate keep",
+    "run/needle/summary.json": "keep",
+    "run/metrics.jsonl": "keep resume",
+    "run/checkpoints/step_000004.pt": "evaluate generate resume",
+    "kept.jsonl": "keep tables",
+    f"{ENTRY}/record.json": "check",
+    f"{ENTRY}/runs.jsonl": "check",
+    f"{ENTRY}/method.py": "check",
+    "results/taught/runs.jsonl": "check",
+}
+VALUES = [None, True, -1, 7, 1e300, "x", "1", [], [1], {}, {"x": 1}, [[{}]], math.nan]
+STRAYS = "{0} (1){1}", "{0}{1}.tmp", ".{0}{1}.swp", "{0}~{1}", "{0}1e3{1}"
+NEEDLE = {"haystack": "c4", "steps": 3, "examples": 5, "greedy": {"240": 0.5}, "by_distance": {"240": {"8": [1, 2]}}}
+RIVALS = re.compile(r'"method": "(rope", "method_options": {}|p_rope.scale_invariant.xsa", .*"barbero)')
+
+
+# ---- the commands ----------------------------------------------------------------------------------------------------
+
+
+def verify(folder):
+    return shards.main, ["verify", folder / "data"], None
+
+
+def evaluation(folder):
+    return evaluate.main, [folder / "run"], lambda: read_json(folder / "run/evaluation.json")
+
+
+def generation(folder):
+    return generate.main, [folder / "run", "abc", "--max-new-tokens", 2], None
+
+
+def keeping(folder):
+    kept = folder / "kept.jsonl"
+    return keep.main, [folder / "run", "--to", kept], lambda: {line["name"]: line for line in read_lines(kept)}
+
+
+def resuming(folder):
+    (folder / "run/summary.json").unlink()
+    argv = arguments(folder, "--resume auto --save_every 2")
+    return train, argv, lambda: read_json(folder / "run/summary.json")["val_loss"]
+
+
+def tables(folder):
+    argv = ["table_losses", "--scale", "mini", "--runs-dir", folder / "kept.jsonl", "--out", folder / "out"]
+    return reproduce.main, argv, None
+
+
+def check(folder):
+    return record.main, ["check", folder / ENTRY], None
+
+
+COMMANDS = {  # name: function from a folder to the command, its arguments, and a function that reads its numbers
+    "verify": verify,
+    "evaluate": evaluation,
+    "generate": generation,
+    "keep": keeping,
+    "resume": resuming,
+    "tables": tables,
+    "check": check,
+}
+
+
+def outcome(name, folder):
+    """Return exit code, numbers (by default what it printed) and errors of a command. Without exit code: a traceback"""
+    out, err = io.StringIO(), io.StringIO()
+    main, argv, numbers = COMMANDS[name](folder)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = exit_code(main, argv)
+        except Exception:
+            traceback.print_exc()
+            return None, None, err.getvalue()
+    if numbers is None:
+        return code, out.getvalue(), err.getvalue()
+    return code, numbers() if code == 0 else None, err.getvalue()
+
+
+def read_lines(path):
+    return [*map(json.loads, path.read_text().splitlines())]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Return a function that makes the folder of all files anew, always at the same path."""
+    template, folder = tmp_path_factory.mktemp("template"), tmp_path_factory.mktemp("fuzz") / "folder"
+
+    def make():
+        shutil.rmtree(folder, ignore_errors=True)
+        return shutil.copytree(template, folder)
+
+    # 1. A run at that path, with a checkpoint before the last, and lines and an entry of the results.
+    train_tiny_run(template, "--save_every 2")
+    config = (template / "run/config.json").read_text().replace(str(template), str(folder))
+    kept, baselines = ((ROOT / f"results/{scale}/runs.jsonl").read_text() for scale in ("mini", "taught"))
+    files = {f"{ENTRY}/{path.name}": path.read_text() for path in (ROOT / ENTRY).iterdir()}
+    files |= {"run/config.json": config, "run/log.txt": "", "run/needle/summary.json": json.dumps(NEEDLE)}
+    files["kept.jsonl"] = "".join(kept.splitlines(keepends=True)[:9])
+    files["results/taught/runs.jsonl"] = "".join(filter(RIVALS.search, baselines.splitlines(keepends=True)))
+    write_files(template, files)
+    outcome("evaluate", make())
+    shutil.copy(folder / "run/evaluation.json", template / "run")
+
+    # 2. The costs of the baselines, which take most of the time, are measured once.
+    measure, measured = tracks.measure_method, {}
+
+    def measure_once(config):
+        key = repr(config)
+        if key not in measured or config.method == "root":  # which is the method of the mutated method.py
+            measured[key] = measure(config)
+        return measured[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder.parent)
+        patch.setattr(os, "_exit", sys.exit)
+        patch.setattr(tracks, "RESULTS", folder / "results")
+        patch.setattr(tracks, "measure_method", measure_once)
+        yield make
+
+
+# ---- the mutations ---------------------------------------------------------------------------------------------------
+
+
+def mutate(path, rng):
+    """Change a file in one way. Return the way, and whether the file is as good as before."""
+    old, is_json = path.read_bytes(), path.suffix.startswith(".json")
+    place = rng.randrange(len(old))
+    way = rng.choice(["flip", "cut", "page", "stray", "gone", *["value", "key"] * 3 * is_json])
+    if way == "flip":
+        path.write_bytes(old[:place] + bytes([old[place] ^ 1 << rng.randrange(8)]) + old[place + 1 :])
+    elif way == "cut":
+        path.write_bytes(old[:place])
+    elif way == "page":
+        path.write_bytes((old[:place] + bytes(64) + old[place + 64 :])[: len(old)])
+    elif way == "stray":
+        stray = path.with_name(rng.choice(STRAYS).format(path.stem, path.suffix))
+        if rng.random() < 0.3:
+            stray.mkdir()
+        else:
+            stray.write_bytes(old[: rng.choice([place, len(old)])])
+    elif way == "gone":
+        path.unlink()
+        if rng.random() < 0.5:
+            path.mkdir()
+        return way, path.suffix == ".pt"  # an older checkpoint takes its place
+    else:
+        records = read_lines(path) if path.suffix == ".jsonl" else [json.loads(old)]
+        holder, key = rng.choice([*nodes(records)])
+        way = f"{way} {key}"
+        if way.startswith("value"):
+            holder[key] = rng.choice(VALUES)
+        elif isinstance(holder, dict):
+            del holder[key]
+        path.write_text("".join(json.dumps(value) + "\n" for value in records))
+    return way, is_json and shape(path.read_bytes()) == shape(old)
+
+
+def nodes(value):
+    """Yield the container and the key of each value in JSON."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield value, key
+        if isinstance(item, (dict, list)):
+            yield from nodes(item)
+
+
+def shape(content):
+    """Return the keys and types of lines of JSON, or of one value. JSON of the same shape is another valid file."""
+
+    def types(value):
+        if isinstance(value, dict):
+            return {re.sub(r"^\d+$", "0", key): types(item) for key, item in value.items()}
+        return [*map(types, value)] if isinstance(value, list) else type(value)
+
+    try:
+        return types(json.loads(b"[" + re.sub(rb"\n(?={)", b",", content) + b"]"))
+    except ValueError:
+        return content
+
+
+def agrees(found, truth):
+    """Return whether the numbers are true. Some may be missing."""
+    if isinstance(found, dict) and isinstance(truth, dict):
+        return all(agrees(found[key], truth[key]) for key in found.keys() & truth.keys())
+    return found == truth
+
+
+def problem_of(file, same_shape, outcome, truth):
+    """Return what is wrong with a command's outcome, or None."""
+    code, numbers, errors = outcome
+    if code == 2:
+        named = file == "run/config.json" or file.rpartition("/")[2] in errors or "folder" in errors
+        right = errors.startswith("error: ") and errors.count("\n") == 1 and ".py, line" not in errors
+        return None if right and named else "not one line with the name"
+    if code is None or code != truth[0]:
+        return "traceback or another exit code"
+    return None if same_shape or agrees(numbers, truth[1]) else "silent"
+
+
+@pytest.mark.promise(15, "a damaged file gives the right numbers, or one line that names it")
+def test_a_mutation_of_any_file_gives_the_right_numbers_or_one_line(place, faults, long):
+    rng = random.Random(int(os.environ.get("SEED", 0)))
+    truth = {name: outcome(name, place()) for name in COMMANDS}
+    assert [code for code, *_ in truth.values()] == [name == "tables" for name in COMMANDS]  # some runs are missing
+    problems = []
+    for _ in range(int(os.environ.get("FUZZ", 3000 if long else 100))):
+        file = rng.choice([*READERS])
+        name, folder = rng.choice(READERS[file].split()), place()
+        way, same_shape = mutate(folder / file, rng)
+        found = outcome(name, folder)
+        with contextlib.suppress(AssertionError), faults(way.split()[0]):
+            problem = problem_of(file, same_shape, found, truth[name])
+            if problem:
+                problems.append((problem, file, name, way, found[2][-400:]))
+            assert not problem
+    assert problems == []
