@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.command_line import read_config
-from configs.config import Config
+from configs.config import Config, describe_differences
 from data.loader import TrainLoader, check_validation, rank_sequences
 from data.shards import TokenStream, open_split, tokenizer_of
 from data.sources import data_command
@@ -255,6 +255,14 @@ def lr_factor(config: Config, step: int) -> float:
         warmup_steps=config.warmup_steps,
         cooldown_steps=config.cooldown_steps,
     )
+
+
+def trains_alike(config: Config, other: Config, steps: int) -> bool:
+    """Return True if the configurations differ only in later steps: the first steps have the same learning rates."""
+    fields = ("steps", "schedule", "warmup_steps", "cooldown_steps", "length_schedule")
+    longer = dataclasses.replace(other, **{field: getattr(config, field) for field in fields})
+    rates = [(lr_factor(run, step), run.length_at(step)) for run in (config, other) for step in range(steps)]
+    return not describe_differences(config, longer) and rates[:steps] == rates[steps:]
 
 
 def accumulate(losses: Iterable[Tensor]) -> Tensor:
