@@ -107,7 +107,7 @@ def check_object(value: Any, place: str, remedy: str = "Restore it.", **fields: 
 def fits(value: Any, kind: Any) -> bool:
     """Return True if a value, perhaps of JSON, has this type.
 
-    An int is a float too, and a list is a tuple. The keys of dict[int, ...] are digits, because JSON's keys are texts.
+    An int is a float too. The keys of dict[int, ...] are digits, because JSON's keys are texts.
     """
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Literal:
@@ -119,7 +119,7 @@ def fits(value: Any, kind: Any) -> bool:
         keys_fit = isinstance(value, dict) and (key_kind is str or all(map(str.isdecimal, value)))
         return keys_fit and all(fits(item, item_kind) for item in value.values())
     if origin in (list, tuple):
-        return isinstance(value, (list, tuple)) and all(fits(item, parts[0]) for item in value)
+        return isinstance(value, origin) and all(fits(item, parts[0]) for item in value)
     if kind is float:
         return isinstance(value, (int, float)) and type(value) is not bool
     return type(value) is kind

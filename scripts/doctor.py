@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None):
     parser = Parser("python -m scripts.doctor", __doc__)
     parser.add_argument("preset", nargs="?", help="preset (default: quickstart); fields of train_gpt.py may follow")
     argv = sys.argv[1:] if argv is None else argv
-    args, fields = parser.parse_known_args(argv if argv and not argv[0].startswith("-") else ["quickstart", *argv])
     with exit_on_user_error():
+        args, fields = parser.parse_known_args(argv if argv and not argv[0].startswith("-") else ["quickstart", *argv])
         config = read_run([args.preset, *fields])
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     print(f"{describe_machine(device)}, {platform.platform()}", flush=True)
