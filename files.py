@@ -17,11 +17,14 @@ def naming(action: str, path: Path) -> Iterator[None]:
     """Let an OSError say which file was concerned and what was being done, "read" or "write".
 
     Python names the file in errors of opening, but not in errors of reading and writing, such as a full disk.
+    Libraries in Rust (safetensors, tokenizers) raise other exceptions with "os error" in their text.
     """
     try:
         yield
-    except OSError as error:
-        reason = error.strerror or error
+    except Exception as error:
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise
+        reason = getattr(error, "strerror", None) or error
         raise OSError(f"cannot {action} {path} ({reason}). Check disk and permissions.") from error
 
 

@@ -21,6 +21,7 @@ from data.download import model_file
 from data.shards import TOKENIZER_FILE, sha256_of, tokenizer_of
 from data.tokenizer import TOKENIZER_CONFIG
 from errors import exit_on_user_error, require
+from files import naming
 from measure.flops import training_flops_per_token
 from measure.validation import Validation
 from model.attention.plan import Plan
@@ -111,7 +112,8 @@ def main(argv: list[str] | None = None):
             run.log_step(step + 1, loss, grad_norm)
         loader.close()
     if config.steps and world.is_main and latest_checkpoint(run.path / "checkpoints"):  # else its weights are gone
-        write_model(model, config, run.path / "model")
+        with exit_on_user_error():
+            write_model(model, config, run.path / "model")
 
 
 class ContinuedRun(Run):
@@ -164,10 +166,11 @@ def build_model(config: Settings, world: World) -> WithLoss:
 
 def write_model(model: WithLoss, config: Settings, folder: Path):
     """Write the model, its code and its tokenizer to a folder that transformers and load_model read."""
-    save_model(model.model, folder)
-    for name in (TOKENIZER_FILE, TOKENIZER_CONFIG):
-        if (file := Path(config.data_dir) / name).exists():
-            shutil.copyfile(file, folder / name)
+    with naming("write", folder):
+        save_model(model.model, folder)
+        for name in (TOKENIZER_FILE, TOKENIZER_CONFIG):
+            if (file := Path(config.data_dir) / name).exists():
+                shutil.copyfile(file, folder / name)
 
 
 if __name__ == "__main__":

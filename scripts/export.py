@@ -21,8 +21,8 @@ from data.download import model_file, one_line_errors
 from data.shards import TOKENIZER_FILE, sha256_of
 from data.tokenizer import Tokenizer
 from errors import exit_on_user_error, require
+from files import naming, parse_object, read_bytes
 from runtime.checkpoint import latest_checkpoint
-from runtime.metrics import read_record
 from scripts.hf.load import import_transformers
 from scripts.hf.modules import ROOT, export_modules
 from scripts.shared.arguments import Parser
@@ -74,7 +74,8 @@ def main(argv: list[str] | None = None):
     if args.push is None or not out.exists():
         print(f"{out}: {export(args.run, out):,} parameters")
     if args.push:
-        exported = (read_record(out / "config.json") or {}).get("model_type") == "method_gpt"
+        config = out / "config.json"
+        exported = config.exists() and parse_object(read_bytes(config), str(config)).get("model_type") == "method_gpt"
         require(exported, f"{out} is not an exported model. Choose another --out.")
         with one_line_errors(f"upload {out} to {args.push}"):
             print(HfApi().create_repo(args.push, private=args.private, exist_ok=True))
@@ -102,8 +103,9 @@ def export(folder: Path, out: Path) -> int:
     model.gpt.load_state_dict(gpt.state_dict())
 
     # 2. The folder, which appears as a whole.
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
+    with naming("write", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    with naming("write", out), tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
         whole = Path(temporary) / out.name
         model.save_pretrained(whole)
         encoder.save_pretrained(whole)

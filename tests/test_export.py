@@ -1,6 +1,7 @@
 """Exported models: logits, gradients and generation equal ours for every method; the folder's files; push."""
 
 import json
+import resource
 import shutil
 import sys
 from unittest.mock import Mock
@@ -197,6 +198,19 @@ def test_runs_that_cannot_be_exported_are_refused(run, exported, tmp_path, capsy
     monkeypatch.setitem(sys.modules, "transformers", None)
     fails(capsys, "requirements-extras.txt", command.main, bare)
     assert not (bare / "hf").exists()
+
+
+@pytest.mark.parametrize("most", [20, 5000])  # bytes of a file: the configuration, or the weights, which Rust writes
+def test_a_full_disk_is_one_line_and_leaves_no_folder(most, run, tmp_path, capsys):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limit[1]))
+    try:
+        assert exit_code(command.main, [run, "--out", tmp_path / "new"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    error = capsys.readouterr().err.splitlines()[-1]  # transformers draws a bar before it
+    assert error.startswith("error: ") and str(tmp_path / "new") in error
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_push_uploads_the_exported_files(run, exported, tmp_path, monkeypatch):
