@@ -265,6 +265,11 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def file_hash(config: Config, names: Collection[str]) -> str:
+    """Return a hash for config.json, of the names of all its fields and of the values that change the losses."""
+    return hashlib.sha256(f"{config_hash(config)} {sorted(names)}".encode()).hexdigest()[:12]
+
+
 def describe_differences(config: Config, stored: Config, extra_fields: Collection[str] = ()) -> str:
     """Return the fields that differ, with both values. Fields outside the hash count if in extra_fields."""
     found = vars(stored)

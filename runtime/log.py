@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from configs.config import Config, config_hash
+from configs.config import Config, file_hash
 from data.copy_rows import schedule_problem
 from data.shards import read_manifest
 from files import replace_text
@@ -103,7 +103,8 @@ class RunLog:
 
         # 1. To the folder alone.
         device = device_name(self.world.device)
-        folder.write_json("config.json", vars(config) | {"hash": config_hash(config_of(vars(config)))})
+        fields = vars(config)
+        folder.write_json("config.json", fields | {"hash": file_hash(config_of(fields), fields)})
         folder.write_json("data.json", data)
         folder.log(f"python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}")
         folder.log(f"device: {device}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from configs.config import Config, config_hash
+from configs.config import Config, config_hash, file_hash
 from configs.presets import preset
 from data.shards import TokenStream, open_split, read_manifest, sha256_of, tokenizer_of
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -139,7 +139,8 @@ def stored_config(path: Path) -> Config:
     try:
         stored = parse_object(read_bytes(path / "config.json"), "it")
         config = config_of(stored)
-        require(stored.get("hash") in (None, config_hash(config)), "its fields do not fit its hash")
+        found = stored.pop("hash", None)
+        require(found in (None, file_hash(config, stored)), "its fields do not fit its hash")
         return config
     except UserError as error:
         raise UserError(f"{path}/config.json is damaged ({error}). Restore it, or delete the folder.") from error
