@@ -33,7 +33,7 @@ from scripts.shared.tables import markdown_table
 
 MOMENTS = ("mean", "std", "skewness", "excess_kurtosis", "ks")
 FORMS = {False: "without rotation", True: "with rotation"}
-DESCRIBED = ("text", "text_sha256", "dtype", "scale", "made", "device", "commit", "command")  # texts of statistics.json
+TEXTS = "text text_sha256 dtype scale made device commit command".split()  # of statistics.json
 FOLDER = "logit_statistics"  # in the folder of the runs; it has one folder per model
 # The paper's models, by folder: title, and name on the hub. The paper gives sizes alone; the releases are our choice.
 PAPERS_MODELS = {
@@ -170,8 +170,7 @@ def figure_qq(study: Study) -> str:
             command = f"python -m scripts.logit_statistics {hub_name} --text FILE"
             study.missing.append((title, f"not measured: run `{command}`"))
             continue
-        texts = dict.fromkeys(DESCRIBED, str)
-        about = parse_object(read_bytes(file), str(file), layers=list[dict], tokens=int, pairs=int, **texts)
+        about = parse_object(read_bytes(file), str(file), layers=list[dict], **dict.fromkeys(TEXTS, str))
         models[title] = about["layers"]
         shown.append(f"{title}, {describe(about)}:")
         for rotated in sorted({row["rotated"] for row in models[title]}):
