@@ -129,7 +129,7 @@ def read_run(path: Path) -> StoredRun:
             elif summary and value:
                 summary = with_evaluation(summary, value)
         except (ValueError, OSError) as error:
-            problems.append(f"{path}: {error}")
+            problems.append(f"{path / name}: {error}")
     return StoredRun(path, config, summary, data, tuple(problems))
 
 
