@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from types import UnionType
+from typing import IO, Any, BinaryIO, Literal, get_args, get_origin
 
 from errors import UserError
 
@@ -16,11 +17,14 @@ def naming(action: str, path: Path) -> Iterator[None]:
     """Let an OSError say which file was concerned and what was being done, "read" or "write".
 
     Python names the file in errors of opening, but not in errors of reading and writing, such as a full disk.
+    Libraries in Rust (safetensors, tokenizers) raise other exceptions with "os error" in their text.
     """
     try:
         yield
-    except OSError as error:
-        reason = error.strerror or error
+    except Exception as error:
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise
+        reason = getattr(error, "strerror", None) or error
         raise OSError(f"cannot {action} {path} ({reason}). Check disk and permissions.") from error
 
 
@@ -97,9 +101,31 @@ def check_object(value: Any, place: str, remedy: str = "Restore it.", **fields: 
     for name, kind in fields.items():
         if name not in value:
             raise UserError(f"{place} has no {name}. {remedy}")
-        if type(value[name]) is not kind:
-            raise UserError(f"{place}: {name} is {str(value[name])[:40]!r}, not of type {kind.__name__}. {remedy}")
+        if not fits(value[name], kind):
+            shown = kind.__name__ if type(kind) is type else kind
+            raise UserError(f"{place}: {name} is {str(value[name])[:40]!r}, not of type {shown}. {remedy}")
     return value
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return True if a value, perhaps of JSON, has this type.
+
+    An int is a float too. The keys of dict[int, ...] are digits, because JSON's keys are texts.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in parts
+    if origin is UnionType:
+        return any(fits(value, part) for part in parts)
+    if origin is dict:
+        key_kind, item_kind = parts
+        keys_fit = isinstance(value, dict) and (key_kind is str or all(map(str.isdecimal, value)))
+        return keys_fit and all(fits(item, item_kind) for item in value.values())
+    if origin in (list, tuple):
+        return isinstance(value, origin) and all(fits(item, parts[0]) for item in value)
+    if kind is float:
+        return isinstance(value, (int, float)) and type(value) is not bool
+    return type(value) is kind
 
 
 def to_json(record: Any, **options: Any) -> str:

@@ -10,17 +10,24 @@ import os
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from configs.config import Config, OptionValue, with_changes
 from configs.presets import PRESETS, preset
 from errors import UserError, did_you_mean
 
-SEE_HELP = "Use --help to list all fields."
+SEE_HELP = "Use --help to list all options."
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError where argparse would print the usage and exit."""
+    """Raises UserError where argparse would print the usage and exit. --runs-dir and --runs_dir are the same option."""
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        action = super().add_argument(*names, **options)
+        for name in action.option_strings:
+            alias = name[:2] + name[2:].translate(str.maketrans("-_", "_-"))
+            self._option_string_actions.setdefault(alias, action)  # --help shows only the name
+        return action
 
     def error(self, message: str):
         raise UserError(f"{message}. {SEE_HELP}")

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from errors import UserError
+from files import fits
 
 OptionValue = int | float | bool | str
 RATE = dict(at_least=0, below=3e38)  # limits of a learning rate in float32
@@ -27,7 +28,7 @@ def setting(default, *, hashed: bool = True, at_least: float | None = None, belo
 class Config:
     """One pretraining run. The defaults are the paper's 162M model at training length 4096.
 
-    Raise ValueError for values outside their limits. The command line checks the types.
+    Raise ValueError for values of another type or outside their limits.
     """
 
     # ---- the run ----
@@ -199,14 +200,16 @@ class Config:
 
 
 def check_fields(instance):
-    """Raise ValueError for a field of a dataclass that is outside its limits."""
+    """Raise ValueError for a field of a dataclass that is of another type or outside its limits."""
     for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if not fits(value, field.type):
+            raise UserError(f"{field.name} is {value!r}, not of type {field.type}. Correct it.")
         if not field.metadata.get("limits"):
             continue
         least, below = field.metadata["limits"]
-        value = getattr(instance, field.name)
         for number in value if isinstance(value, tuple) else (value,):
-            if not (isinstance(number, (int, float)) and least <= number < below):
+            if not least <= number < below:
                 raise UserError(f"{field.name} is {number!r}. Use at least {least} and less than {below:g}.")
 
 
@@ -254,6 +257,11 @@ def config_hash(config: Config) -> str:
     # 3. Hash them.
     text = json.dumps(changed, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def file_hash(config: Config, names: Collection[str]) -> str:
+    """Return a hash for config.json, of the names of all its fields and of the values that change the losses."""
+    return hashlib.sha256(f"{config_hash(config)} {sorted(names)}".encode()).hexdigest()[:12]
 
 
 def describe_differences(config: Config, stored: Config, extra_fields: Collection[str] = ()) -> str:

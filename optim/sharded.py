@@ -159,6 +159,7 @@ class Optimizers:
             self.buckets[name] = buckets
             self.optimizers[name] = group.make([bucket.shard for bucket in buckets])
         device = self.all_buckets()[0].shard.device
+        self.updates = 0  # that have begun
         self.found_inf = torch.zeros((), device=device)  # 1 after a step that was not finite, if later steps stop
 
     def all_buckets(self) -> list[Bucket]:
@@ -196,6 +197,7 @@ class Optimizers:
         finite: a bool tensor on the device. If it is False, parameters and state do not change. Then `found_inf` stays
         1, so later steps change nothing either, unless the optimizers `continue_after_nonfinite`.
         """
+        self.updates += 1
         self.lr_factor = lr_factor
         skipped = torch.maximum(self.found_inf, (~finite).float())
         if not self.continue_after_nonfinite:

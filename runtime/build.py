@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.command_line import read_config
-from configs.config import Config
+from configs.config import Config, describe_differences
 from data.loader import TrainLoader, check_validation, rank_sequences
 from data.shards import TokenStream, open_split, tokenizer_of
 from data.sources import data_command
@@ -22,6 +22,7 @@ from model.methods import METHODS
 from model.methods.make import alternative_methods, layer_methods
 from model.methods.names import canonical_name
 from optim.muon import Muon, as_matrices, shape_scale
+from optim.schedule import lr_factor
 from optim.sharded import Group, Optimizers
 from runtime.checkpoint import Progress
 from runtime.processes import World
@@ -32,7 +33,7 @@ CALIBRATION_TOKENS = 8192  # the pairs of queries and keys of longer sequences w
 def config_of(stored: dict, kind: type[Config] = Config) -> Config:
     """Return the configuration stored in a config.json or a checkpoint. Missing fields get their defaults.
 
-    kind: Config or a subclass. A damaged dictionary may raise any Exception.
+    kind: Config or a subclass. Raise ValueError for values that a configuration cannot have.
     """
     known = {field.name for field in dataclasses.fields(kind)}
     values = {}
@@ -241,6 +242,14 @@ def build_optimizers(config: Config, model: GPT, world: World) -> Optimizers:
         world.world_size,
         continue_after_nonfinite=config.on_nonfinite == "skip",
     )
+
+
+def trains_alike(config: Config, other: Config, steps: int) -> bool:
+    """Return True if the configurations differ only in later steps: the first steps have the same learning rates."""
+    fields = ("steps", "schedule", "warmup_steps", "cooldown_steps", "length_schedule")
+    longer = dataclasses.replace(other, **{field: getattr(config, field) for field in fields})
+    rates = [(lr_factor(run, step), run.length_at(step)) for run in (config, other) for step in range(steps)]
+    return not describe_differences(config, longer) and rates[:steps] == rates[steps:]
 
 
 def accumulate(losses: Iterable[Tensor]) -> Tensor:

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from configs.config import Config
+from configs.config import Config, file_hash
 from data.copy_rows import schedule_problem
 from data.shards import TOKENIZER_FILE, copy_tokenizer, read_manifest
 from files import replace_text
 from model.attention.plan import Plan
 from model.gpt import GPT
+from runtime.build import config_of
 from runtime.checkpoint import Progress
 from runtime.device import device_name, peak_flops, peak_memory
 from runtime.metrics import Metrics, finish_mirror, start_mirror
@@ -102,7 +103,8 @@ class RunLog:
 
         # 1. To the folder alone.
         device = device_name(self.world.device)
-        folder.write_json("config.json", vars(config))
+        fields = vars(config)
+        folder.write_json("config.json", fields | {"hash": file_hash(config_of(fields), fields)})
         folder.write_json("data.json", data)
         if data["tokenizer"] != "gpt2":  # so that the run can write text without its data
             copy_tokenizer(Path(config.data_dir) / TOKENIZER_FILE, folder.path)

@@ -5,7 +5,46 @@ from collections.abc import Callable
 from pathlib import Path
 
 from errors import UserError
-from files import append, parse_object, read_bytes, replace_text, to_json
+from files import append, check_object, parse_object, read_bytes, replace_text, to_json
+
+Number = float | None  # null stands for a number that is not finite
+# The types of the fields of all records: of metrics.jsonl, summary.json, evaluation.json, a line of runs.jsonl.
+KINDS = {
+    int: "seed steps tokens distinct_tokens parameters train_length examples",
+    int | str: "step",
+    str: "name preset model method haystack pretrained",
+    str | None: "train validation tokenizer",
+    Number: "seconds tokens_per_second train_loss grad_norm val_seconds",
+    dict: "changes method_options as",
+    list[str]: "commit device torch started",
+    int | dict[int, int]: "val_tokens",
+    dict[int, Number]: "val_loss val_loss_before val_loss_own val_tokens_own greedy teacher_forcing",
+    dict[str, Number]: "lr max_logit attention_entropy far_gain far_gain_error far_tokens",
+    dict[str, list[Number]]: "method_parameters far_loss",
+    dict[int, list[Number]]: "val_loss_by_position val_loss_by_block",
+    dict[int, dict[int, list[int]]]: "by_distance",
+    dict[str, dict[int, Number]]: "copy_gain copy_gain_error copy_accuracy",
+    dict[str, dict[int, list[Number]]]: "copy_loss",
+}
+FIELDS = {name: kind for kind, names in KINDS.items() for name in names.split()}
+FIELDS |= {f"{name}_as": dict[str, kind] for name, kind in FIELDS.items()}
+
+
+def check_record(record, place: str, names: str = "", **fields) -> dict:
+    """Return the record if its fields are of the types in FIELDS, and if it has the fields in `names`.
+
+    fields: the types of further fields that it must have. Raise UserError naming the place and the field.
+    """
+    check_object(record, place, **fields)
+    known = [name for name in (*names.split(), *record) if name in FIELDS and name not in fields]
+    return check_object(record, place, **{name: FIELDS[name] for name in known})
+
+
+def read_record(path: Path, names: str = "", **fields) -> dict | None:
+    """Return the record in a JSON file, checked by check_record, or None without a file."""
+    if not path.exists():
+        return None
+    return check_record(parse_object(read_bytes(path), str(path)), str(path), names, **fields)
 
 
 class Metrics:
@@ -32,14 +71,12 @@ def read_metrics(path: Path) -> list[dict]:
 
     Raise ValueError naming the line if another line is damaged.
     """
-    lines = read_bytes(path).splitlines()
+    lines = read_bytes(path).splitlines(keepends=True)
     records = []
     for number, line in enumerate(lines, start=1):
-        try:
-            records.append(parse_object(line, f"{path}, line {number}", "Repair or delete the line.", step=int))
-        except UserError:
-            if number < len(lines):
-                raise
+        if line.endswith(b"\n"):
+            place = f"{path}, line {number}"
+            records.append(check_record(parse_object(line, place, "Repair or delete it."), place, step=int))
     return records
 
 

@@ -25,7 +25,7 @@ from model.attention.plan import Plan
 from model.gpt import GPT
 from model.scores import calibrate, calibrated_parameters
 from optim.sharded import Optimizers
-from runtime.build import Text, calibration_tokens, config_of
+from runtime.build import Text, calibration_tokens, config_of, trains_alike
 from runtime.checkpoint import Progress, latest_checkpoint, load_checkpoint, load_newest, load_weights, save_checkpoint
 from runtime.device import rng_state, set_rng_state
 from runtime.log import RunLog, num_parameters
@@ -51,6 +51,7 @@ class Run:
     lost rank                                one line, the last checkpoint     1
     other exception                          its traceback                     1
 
+    An error between two updates also leaves a checkpoint of the last whole step, if the run has one process.
     All ranks make one. Raise ValueError as RunFolder does.
     """
 
@@ -66,6 +67,9 @@ class Run:
         self.data = self.text.describe(self.config)
         self.progress = Progress()
         self.saved_step: int | None = None
+        # Of progress.step: the number of updates, with which all parameters are whole, and the random generators.
+        self.whole: int | None = None
+        self.rng: dict = {}
         self.last_validation: dict | None = None
         self.stopped = False  # True at the end of a run that is not finished
         self.log: RunLog | None = None  # begins when the run is restored
@@ -92,12 +96,15 @@ class Run:
         """
         # 1. Load.
         config = self.config
+        extended = False
         checkpoint, state, damaged = load_newest(self.path / "checkpoints", self.world)
         if checkpoint is not None:
-            self._load(checkpoint, state)
+            extended = self._load(checkpoint, state)
         elif config.init_from:
             self._initialise_from(Path(config.init_from))
-        if (self.path / "summary.json").exists():
+        if extended and self.folder is not None:
+            (self.path / "summary.json").unlink(missing_ok=True)
+        if not extended and (self.path / "summary.json").exists():
             if self.world.is_main:
                 print(f"{self.path} is finished. Read its summary.json.")
             raise EndOfRun
@@ -130,7 +137,7 @@ class Run:
 
         Raise EndOfRun as stop_if_asked does.
         """
-        self.progress.step = step
+        self.progress.step, self.whole, self.rng = step, self.optimizers.updates, rng_state()
         self.stop_if_asked()
         every = self.config.save_every
         if step == self.config.steps or every and step % every == 0:
@@ -183,6 +190,9 @@ class Run:
 
         # 2. Leave the folder and the process in order.
         if error is not None:
+            if self.world.world_size == 1 and self.whole == self.optimizers.updates:
+                with suppress(Exception):  # such as a second one of a full disk
+                    self._save()
             self._mark_failed(error)
         self._release()
 
@@ -219,13 +229,14 @@ class Run:
 
     def _mark_failed(self, error: BaseException):
         """Record the error in the folder. If the run has not begun, remove its new folder instead."""
-        if self.log is not None:
+        mistake = isinstance(error, UserError) and not self.stop.can_save  # found by the first step
+        if self.folder is not None and self.folder.is_new and (self.log is None or mistake):
+            shutil.rmtree(self.path, ignore_errors=True)
+        elif self.log is not None:
             lost_rank, _ = describe_failure(error) or (None, "")
             if self.stop.signal_name is None and lost_rank != 1:
                 with suppress(OSError):  # torchrun now stops the other ranks, and rank 0 then calls the run interrupted
                     replace_text(self.path / "failed", f"{error}\n")
-        elif self.folder is not None and self.folder.is_new:
-            shutil.rmtree(self.path, ignore_errors=True)
 
     def _release(self):
         """Give back what the process holds for the run: the lock, the signal handlers, the frozen objects."""
@@ -257,6 +268,7 @@ class Run:
         """Raise UserError if the last step has a problem. All ranks find the same problem."""
         if problem is None:
             return
+        self.whole = None
         step = self.progress.step
         first_token = self.progress.first_token + (step - 1) * self.config.batch_tokens
         shard, token = self.text.train.file_and_index(first_token)
@@ -278,7 +290,7 @@ class Run:
         # 1. On all ranks.
         self._refuse(self.log.flush())
         require_same_parameters(self.optimizers, self.world, step)
-        self.progress.rng = self.world.gather(rng_state())
+        self.progress.rng = self.world.gather(self.rng)
         optimizer_state = self.optimizers.state_dict()  # gathered from all ranks
 
         # 2. On rank 0.
@@ -295,14 +307,22 @@ class Run:
         self.saved_step = step
         self.log.restart_clock()
 
-    def _load(self, checkpoint: Path, state: dict):
-        """Continue from a checkpoint. Raise ValueError if its configuration or its data differ."""
+    def _load(self, checkpoint: Path, state: dict) -> bool:
+        """Continue from a checkpoint. Return True if it is of a shorter run, whose first steps are those of this run.
+
+        Raise ValueError if its configuration or its data differ.
+        """
         # 1. Compare.
-        config = self.config
-        if changes := describe_differences(config, config_of(state["config"], type(config))):
-            raise UserError(f"{checkpoint} was trained with {changes}. Pass the old values, or choose another --name.")
-        self._continue_from(Progress.stored(state["progress"]))
-        if state["fingerprint"] != self.data["train"]:
+        config, stored = self.config, config_of(state["config"], type(self.config))
+        progress = Progress.stored(state["progress"])
+        extended = stored.steps < config.steps and trains_alike(config, stored, progress.step)
+        if not extended and (changes := describe_differences(config, stored)):
+            problem = f"{checkpoint} was trained with {changes}, and other steps before step {progress.step}"
+            remedy = f"Pass the old values, or train its weights under another --name by --init_from {self.path}"
+            raise UserError(f"{problem}. {remedy}.")
+        self._continue_from(progress)
+        tokens = progress.first_token + stored.steps * config.batch_tokens
+        if state["fingerprint"] != self.text.train.fingerprint(tokens):
             raise UserError(f"{checkpoint} was trained on other data than {config.data_dir}. Choose another --name.")
 
         # 2. Load.
@@ -311,6 +331,7 @@ class Run:
         self.optimizers.load_state_dict(state["optimizers"])
         if len(self.progress.rng) == self.world.world_size:
             set_rng_state(self.progress.rng[self.world.rank])
+        return extended
 
     def _initialise_from(self, folder: Path):
         """Load the weights of another run, and continue its training text after its last token.

@@ -19,6 +19,7 @@ from configs.config import RATE, Config, setting
 from data.download import model_file
 from data.shards import TOKENIZER_FILE, copy_tokenizer, sha256_of, tokenizer_of
 from errors import exit_on_user_error, require
+from files import naming
 from measure.flops import training_flops_per_token
 from measure.validation import Validation
 from model.attention.plan import Plan
@@ -109,7 +110,8 @@ def main():
             run.log_step(step + 1, loss, grad_norm)
         loader.close()
     if config.steps and world.is_main and latest_checkpoint(run.path / "checkpoints"):  # else its weights are gone
-        write_model(model, config, run.path / "model")
+        with exit_on_user_error():
+            write_model(model, config, run.path / "model")
 
 
 class ContinuedRun(Run):
@@ -162,8 +164,9 @@ def build_model(config: Settings, world: World) -> WithLoss:
 
 def write_model(model: WithLoss, config: Settings, folder: Path):
     """Write the model, its code and its tokenizer to a folder that transformers and load_model read."""
-    save_model(model.model, folder)
-    copy_tokenizer(Path(config.data_dir) / TOKENIZER_FILE, folder)
+    with naming("write", folder):
+        save_model(model.model, folder)
+        copy_tokenizer(Path(config.data_dir) / TOKENIZER_FILE, folder)
 
 
 if __name__ == "__main__":

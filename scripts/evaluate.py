@@ -24,14 +24,15 @@ from files import replace_text, to_json
 from measure.copy_gain import KINDS, recovery
 from measure.validation import Validation
 from runtime.checkpoint import latest_checkpoint
+from runtime.metrics import read_record
 from runtime.processes import World, start_processes
 from scripts.shared.arguments import Parser
 from scripts.shared.runs import (
+    REQUIRED,
     check_tokenizer,
     join,
     load_run,
     open_validation_text,
-    read_object,
     read_run,
     single_val_tokens,
 )
@@ -97,7 +98,7 @@ def evaluate(
 
 def store(path: Path, result: dict):
     """Write the result. If checkpoint and number of tokens are the same, other lengths and gaps in the file stay."""
-    old = read_object(path) or {}
+    old = read_record(path, REQUIRED["evaluation.json"]) or {}
     if old.get("step") == result["step"] and single_val_tokens(old) == single_val_tokens(result):
         result = join(old, result)
     replace_text(path, to_json(result) + "\n")

@@ -19,6 +19,7 @@ from data.download import model_file
 from data.shards import TOKENIZER_FILE
 from data.tokenizer import Tokenizer
 from errors import exit_on_user_error, require
+from files import naming
 from runtime.checkpoint import latest_checkpoint
 from scripts.hf.load import import_transformers
 from scripts.hf.modules import ROOT, export_modules
@@ -89,8 +90,9 @@ def export(folder: Path, out: Path) -> int:
     model.gpt.load_state_dict(gpt.state_dict())
 
     # 2. The folder, which appears as a whole.
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
+    with naming("write", out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    with naming("write", out), tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as temporary:
         whole = Path(temporary) / out.name
         model.save_pretrained(whole)
         encoder.save_pretrained(whole)

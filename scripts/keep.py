@@ -6,7 +6,6 @@
 A line replaces the line of the same name. Checkpoints, training records and the log stay in the run folder.
 """
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from data.shards import read_manifest
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
 from scripts.shared.arguments import Parser
-from scripts.shared.runs import StoredRun, data_fingerprint, read_run, single_val_tokens, val_tokens
+from scripts.shared.runs import StoredRun, data_fingerprint, read_run, read_runs, single_val_tokens, val_tokens
 
 TOP_LEVEL = ("method", "method_options", "seed")  # fields that are keys of the line, not of "changes"
 # Fields that the tables need, although config_hash ignores them:
@@ -38,8 +37,7 @@ def main():
     parser.add_runs()
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="runs.jsonl of a scale")
     args = parser.parse_args()
-    lines = args.to.read_text().splitlines() if args.to.exists() else []
-    kept = {line["name"]: line for line in map(json.loads, lines)}
+    kept = {stored.path.name: stored.line for stored in read_runs(args.to)}
     kept |= {path.name: make_line(read_run(path)) for path in args.runs}
     args.to.parent.mkdir(parents=True, exist_ok=True)
     write_lines(args.to, kept.values())
@@ -81,6 +79,10 @@ def make_line(stored: StoredRun) -> dict:
         if {*val_tokens(record).values()} != {line["val_tokens"]}:  # a number as at the end is not repeated
             point["val_tokens"] = val_tokens(record)
         line["curve"].append(point)
+    ends = [record["step"] for record in line["curve"]][-1:]
+    require(
+        ends == [config.steps], f"{stored.path}/metrics.jsonl lacks the validation after the last step. Restore it."
+    )
     if stored.needle:
         line["needle"] = select(stored.needle, NEEDLE)
     return line

@@ -11,7 +11,6 @@ and numbers (statistics.json, layers from 0). `python -m scripts.reproduce figur
 
 import datetime
 import hashlib
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 
 from data.tokenizer import load_tokenizer
 from errors import exit_on_user_error
-from files import replace_text, to_json
+from files import parse_object, read_bytes, replace_text, to_json
 from model.scores import layer_scores
 from runtime.device import device_name
 from runtime.processes import start_processes
@@ -52,7 +51,7 @@ def main():
     # 2. The model: a run of ours, or a model of Hugging Face.
     folder = Path(args.model)
     config_file = folder / "config.json"
-    if config_file.is_file() and "model_type" not in json.loads(config_file.read_text()):
+    if config_file.is_file() and "model_type" not in parse_object(read_bytes(config_file), str(config_file)):
         (_, model), tokenizer = load_run(folder, device), tokenizer_of_run(read_run(folder))
         measure, scale = layer_scores, "q.k / sqrt(d)"
     else:

@@ -35,11 +35,11 @@ from model.methods.make import alternative_methods
 from optim.schedule import lr_factor
 from runtime.build import accumulate, build_optimizers, compile_model
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from runtime.metrics import Metrics
+from runtime.metrics import Metrics, read_record
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
 from scripts.shared.arguments import Parser
-from scripts.shared.runs import load_run, read_object, read_run, tokenizer_of_run
+from scripts.shared.runs import load_run, read_run, tokenizer_of_run
 
 SAVE_EVERY = 50  # steps
 KINDS = ("greedy", "teacher_forcing", "by_distance")  # kinds of scores, keys of summary.json
@@ -94,14 +94,14 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
     settings = {field: getattr(config, field) for field in ("method", "train_length", "seed")}
     settings |= vars(needle)
     settings |= {"pretrained": latest_checkpoint(path / "checkpoints").stem, "config_hash": config_hash(config)}
-    stored = settings | (read_object(folder.path / "settings.json") or {})
+    stored = settings | (read_record(folder.path / "settings.json") or {})
     changed = ", ".join(key for key in settings if stored[key] != settings[key])
     require(not changed, f"{folder.path} has other settings ({changed}). Delete it to start again.")
     folder.write_json("settings.json", settings)
     fine_tune(config, model, compiled, tuning_tasks, folder, needle)
 
     # ---- scoring ----
-    summary = {"name": path.name, **settings} | (read_object(folder.path / "summary.json") or {})
+    summary = {"name": path.name, **settings} | (read_record(folder.path / "summary.json") or {})
     add_scores(summary, config, uncompiled(model), test_tasks, folder)
     folder.close()
 

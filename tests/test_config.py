@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from operator import attrgetter
+from typing import get_args
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ from model.gpt import GPT
 from model.methods import METHODS
 from optim.schedule import lr_factor
 from runtime.build import read_run
-from scripts import doctor
+from scripts import doctor, evaluate
 from scripts.bench import __main__ as bench
+from scripts.record import __main__ as record
+from scripts.reproduce import __main__ as reproduce
+from scripts.shared.arguments import Parser, add_run_options
 from scripts.sweep import __main__ as sweep
 
 FIELDS = [field.name for field in dataclasses.fields(Config)]
@@ -107,13 +111,14 @@ HASHED = set("""
 
 def with_another(field):
     """Return the default configuration with another value of this field."""
+    kinds = get_args(Config.__dataclass_fields__[field].type)
     match DEFAULTS[field]:
         case str():
-            other = "other"
+            other = (kinds or ["other"])[-1]
         case dict():
             other = {"tau": 3.0}
         case tuple(value):
-            other = value[1:] or (64, 8)
+            other = value[1:] or (kinds[0](64), kinds[0](8))
         case value:
             other = value / 2 if isinstance(value, float) else 2 * value or 1
     schedule = "trapezoid" if field == "warmup_steps" else DEFAULTS["schedule"]
@@ -197,7 +202,7 @@ def test_a_field_is_set_by_its_name(arguments, field, value):
 @table("arguments, named", """
     quickstar                              | quickstar quickstart
     quickstart --stpes 3                   | --stpes --steps
-    quickstart --val-lengths=256           | --val-lengths --val_lengths
+    quickstart --val-lenths=256            | --val-lenths --val_lengths
     quickstart --val_lengths 4 -steps 4    | -steps --steps
     quickstart --num_heads 3               | num_heads
     quickstart --method p_ropee            | p_ropee p_rope
@@ -223,6 +228,21 @@ def test_a_bad_argument_is_refused_in_one_line_with_the_nearest_name(arguments, 
 ])
 def test_a_misspelt_option_ends_every_command_before_it_starts(command, arguments, capsys):
     fails(capsys, "'basse'", command.main, *f"{arguments} --data_dir /nowhere --method_options basse 64".split())
+
+
+@pytest.mark.parametrize("main, arguments, named", [
+    (sweep.main, "all --jobs x", "--jobs"), (record.main, "fly", "fly"), (reproduce.main, "nothing", "nothing"),
+    (evaluate.main, "--far 1", "RUN"), (bench.main, "attention --fly", "--fly"), (doctor.main, "mini --fly", "--fly"),
+])
+def test_a_wrong_option_of_any_command_is_one_line(main, arguments, named, capsys):
+    fails(capsys, named, main, *arguments.split())
+
+
+def test_options_may_have_hyphens_or_underscores():
+    assert read_config("quickstart --val-lengths 8 --seed=3".split()).val_lengths == (8,)
+    parser = Parser("command", "")
+    add_run_options(parser)
+    assert parser.parse_args(["--runs_dir=here"]) == parser.parse_args(["--runs-dir", "here"])
 
 
 def test_an_error_of_several_lines_is_printed_as_one(capsys):

@@ -1,6 +1,7 @@
 """Exported models: logits, gradients and generation equal ours for every method; the folder's files."""
 
 import json
+import resource
 import shutil
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import yaml
 from attention_cases import parse
-from commands import fails, parametrize, read_json, refuses, slow, succeeds, write_files
+from commands import exit_code, fails, parametrize, read_json, refuses, slow, succeeds, write_files
 from test_decoding import CASES, full_logits, make_model
 from test_gpt import random_tokens
 from test_methods import assert_near
@@ -188,6 +189,19 @@ def test_runs_that_cannot_be_exported_are_refused(run, exported, tmp_path, capsy
     monkeypatch.setitem(sys.modules, "transformers", None)
     fails(capsys, "requirements-extras.txt", command.main, bare)
     assert not (bare / "hf").exists()
+
+
+@pytest.mark.parametrize("most", [20, 5000])  # bytes of a file: the configuration, or the weights, which Rust writes
+def test_a_full_disk_is_one_line_and_leaves_no_folder(most, run, tmp_path, capsys):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limit[1]))
+    try:
+        assert exit_code(command.main, [run, "--out", tmp_path / "new"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    error = capsys.readouterr().err.splitlines()[-1]  # transformers draws a bar before it
+    assert error.startswith("error: ") and str(tmp_path / "new") in error
+    assert [*tmp_path.iterdir()] == []
 
 
 # ---- the evaluation harness ----

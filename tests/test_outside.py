@@ -152,6 +152,7 @@ def outcome_of(place, capsys):
     --wandb online                      | refused
     --validate_as yarn                  | refused
     --attention_backend fast            | refused
+    --attention_backend flex            | refused
     --method rope --method_options num_heads 3                                         | refused
     --method rope --method_options position_scale 0.5                                  | refused
     --method yarn --method_options base 1e-320                                         | refused

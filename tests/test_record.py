@@ -83,7 +83,7 @@ TAMPERED = {  # part of the message: change of the lines
     "loss_16x": change("val_loss/4096", "curve/0/val_loss/4096", value=1.5),
     "copy_loss 1024": change("copy_loss/random/1024", value=[6.3, 1.0]),
     "seeds [0, 2, 3, 4]": lambda lines: lines.pop(1),
-    "lacks a value": lambda lines: lines[0].pop("curve"),
+    "has no curve": lambda lines: lines[0].pop("curve"),
     "batch_tokens 4096, not 2048": change("changes/batch_tokens", value=4096),
     "dtype bfloat16": change("changes/dtype", value="bfloat16"),
     "one text": change("data/train", value="0123"),

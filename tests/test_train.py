@@ -1,6 +1,7 @@
 """Whole runs of train_gpt.py: their files, bit-exact resume, one process against several, users' mistakes."""
 
 import gc
+import itertools
 import json
 import math
 import shutil
@@ -16,10 +17,12 @@ from torch.utils._pytree import tree_flatten
 
 import train_gpt
 from configs.command_line import read_config
+from data.loader import TrainLoader
 from data.shard_writer import ShardWriter
 from data.shards import open_split
 from model.gpt import GPT
 from model.scores import attention_by_layer
+from optim.muon import Muon
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from runtime.metrics import read_metrics
 from runtime.run import Run
@@ -177,7 +180,8 @@ def test_files_of_a_run(finished, data):
     assert names(finished) == "checkpoints config.json data.json lock log.txt metrics.jsonl summary.json".split()
     assert names(finished / "checkpoints") == ["step_000015.pt", "step_000020.pt"]
     config = read_config(arguments(data, finished.parent))
-    assert read_json(finished / "config.json") == json.loads(json.dumps(vars(config)))
+    stored = read_json(finished / "config.json")
+    assert stored.pop("hash") and stored == json.loads(json.dumps(vars(config)))
     log = (finished / "log.txt").read_text()
     for source in "train_gpt.py model/gpt.py model/methods/scale_invariant.py optim/muon.py".split():
         assert (ROOT / source).read_text() in log
@@ -300,6 +304,29 @@ def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
     whole = train(data, tmp_path / "whole", small)
     rewound(whole, tmp_path)
     assert_same_run(train(data, tmp_path, f"{small} --resume auto", **anew), whole)
+
+
+@pytest.mark.parametrize("owner, name, call, saved", [
+    (TrainLoader, "__next__", 8, 7),  # between two updates
+    (Muon, "step", 8, 5),  # Adam's parameters are updated already
+])
+def test_an_error_between_updates_leaves_the_last_whole_step(owner, name, call, saved, data, finished, tmp_path):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        function, calls = getattr(owner, name), itertools.count(1)
+        patch.setattr(owner, name, lambda *args, **more: function(*args, **more) if next(calls) < call else 1 / 0)
+        train_here(data, tmp_path)
+    assert newest_state(tmp_path / "run")["progress"]["step"] == saved
+    assert_same_run(train_here(data, tmp_path, "--resume auto"), finished)
+
+
+def test_a_run_is_extended_unless_its_learning_rate_has_cooled_down(data, copied, tmp_path, capsys):
+    short = train_here(data, tmp_path / "short", "--cooldown_steps 0 --val_every 0")
+    longer = "--steps 30 --val_every 0"
+    train_here(data, tmp_path / "short", f"{longer} --resume auto")
+    assert_same_run(short, train_here(data, tmp_path / "long", longer))
+    before = contents(copied)
+    fails(capsys, f"--init_from {copied}", train_gpt.main, *arguments(data, copied.parent, f"{longer} --resume auto"))
+    assert contents(copied) == before
 
 
 def test_finished_run_is_not_repeated(data, copied):

@@ -21,10 +21,10 @@ def main():
         command.set_defaults(run=module.run)
         command.add_argument("--rounds", type=int, default=7, help="rounds of measurement (default: 7)")
         command.add_argument("--out", type=Path, metavar="FOLDER", help="also write FOLDER/DEVICE_....md and .json")
-    args, args.fields = parser.parse_known_args()
-    if args.fields and args.run is attention.run:
-        parser.error(f"unrecognized arguments: {' '.join(args.fields)}")
     with exit_on_user_error():
+        args, args.fields = parser.parse_known_args()
+        if args.fields and args.run is attention.run:
+            parser.error(f"unrecognized arguments: {' '.join(args.fields)}")
         require(args.rounds >= 1, f"--rounds {args.rounds} measures nothing. Use at least 1.")
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)

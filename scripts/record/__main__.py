@@ -13,7 +13,6 @@
 import argparse
 import datetime
 import hashlib
-import json
 import runpy
 import statistics
 import sys
@@ -143,9 +142,11 @@ def check(args: argparse.Namespace, track: str):
     folder = args.target
     try:
         entry = tracks.read_entry(folder)
-    except (KeyError, TypeError, IndexError) as error:
-        raise UserError(f"{folder} lacks a value, or has one of a wrong type ({error!r}). Make it again.") from error
-    records, stored = tracks.standing(track, [entry]), json.loads((folder / "record.json").read_text())
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # of the code in method.py
+        raise UserError(f"{folder} lacks a value, or its method fails ({error!r}). Make it again.") from error
+    records, stored = tracks.standing(track, [entry]), tracks.read_entry_file(folder)
     wrong = [f"{key} {stored.get(key)!s:.60}, not {entry[key]!s:.60}" for key in entry if stored.get(key) != entry[key]]
     require(not wrong, f"{folder}/record.json has {'; '.join(wrong)}. Make the entry again.")
     if entry["mechanism"]:

@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import importlib.util
 import inspect
-import json
 import math
 import statistics
 import sys
@@ -21,6 +20,7 @@ from torch import Tensor
 from configs.config import Config, config_hash, describe_differences
 from configs.runs import Run
 from errors import UserError, require
+from files import parse_object, read_bytes
 from measure.flops import forward_flops_per_token
 from model.gpt import GPT
 from model.methods import MECHANISMS, METHODS
@@ -54,7 +54,10 @@ def register(file: Path, name: str):
     require(free, f"{name!r} is in use, or is not a name. Give the file another name.")
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # torch.compile imports it by its name
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{file} does not run ({error!r}). Correct it.") from error
 
     own = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module_name]
     found = [x for x in own if issubclass(x, (*KINDS.values(),))]
@@ -180,7 +183,7 @@ def read_entry(folder: Path) -> dict:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     require(size <= MOST_BYTES, f"{folder} has {size} bytes. Keep it at {MOST_BYTES} or less.")
     check_prediction(folder)
-    mechanism = json.loads((folder / "record.json").read_text())["mechanism"]
+    mechanism = read_entry_file(folder)["mechanism"]
     if mechanism:
         register(folder / "method.py", mechanism)
 
@@ -199,6 +202,12 @@ def read_entry(folder: Path) -> dict:
     for cost, most in LIMITS.items():
         require(records[0][cost] <= most, f"{folder} has {records[0][cost]} times RoPE's {cost}. Use at most {most}.")
     return records[0]
+
+
+def read_entry_file(folder: Path) -> dict:
+    """Return the content of an entry's record.json."""
+    path = folder / "record.json"
+    return parse_object(read_bytes(path), str(path), mechanism=str | None)
 
 
 def check_prediction(folder: Path):

@@ -6,7 +6,6 @@
 scripts.shared.runs.load_run reads a model and its configuration.
 """
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from data.shards import TokenStream
 from errors import require
+from files import parse_object, read_bytes
 from model.attention.attend import rotate_and_scale
 from model.attention.plan import LayerPlan
 from model.gpt import GPT
@@ -32,6 +32,7 @@ from scripts.shared.tables import markdown_table
 
 MOMENTS = ("mean", "std", "skewness", "excess_kurtosis", "ks")
 FORMS = {False: "without rotation", True: "with rotation"}
+TEXTS = "text text_sha256 dtype scale made device commit command".split()  # of statistics.json
 FOLDER = "logit_statistics"  # in the folder of the runs; it has one folder per model
 # The paper's models, by folder: title, and name on the hub. The paper gives sizes alone; the releases are our choice.
 PAPERS_MODELS = {
@@ -168,7 +169,7 @@ def figure_qq(study: Study) -> str:
             command = f"python -m scripts.logit_statistics {hub_name} --text FILE"
             study.missing.append((title, f"not measured: run `{command}`"))
             continue
-        about = json.loads(file.read_text())
+        about = parse_object(read_bytes(file), str(file), layers=list[dict], **dict.fromkeys(TEXTS, str))
         models[title] = about["layers"]
         shown.append(f"{title}, {describe(about)}:")
         for rotated in sorted({row["rotated"] for row in models[title]}):

@@ -3,12 +3,12 @@
 import collections
 import csv
 import itertools
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from configs.presets import preset
 from configs.sweeps import SCALES, SI, TAU
+from runtime.metrics import read_record
 from scripts.continue_pretraining import NOT_TRAINED, PAPER, PAPER_MODEL
 from scripts.reproduce.comparisons import compare
 from scripts.reproduce.study import Study, abbreviate_length, samples
@@ -18,6 +18,7 @@ from scripts.shared.tables import mean_and_stderr, mean_cells, pivot_table
 
 PAPER_TRAIN_LENGTH = 4096  # of all tables in the paper
 LLAMA_FOLDER = "continued"  # in the folder of the runs; scripts.continue_pretraining writes it
+LLAMA_FIELDS = "model validation method method_options train_length steps tokens val_loss val_loss_before val_tokens"
 LLAMA_COMPARED = ("model", "train_length", "validation")  # all runs of the table must share these
 
 
@@ -63,7 +64,7 @@ def table_llama(study: Study) -> str:
     """Return the table of Llama 2 7B: the paper's numbers beside our runs of scripts.continue_pretraining."""
     # 1. The runs that share model, training length and validation text with most runs.
     paths = sorted((study.runs_dir / LLAMA_FOLDER).glob("*/summary.json"))
-    rows = {path.parent.name: json.loads(path.read_text()) for path in paths}
+    rows = {path.parent.name: read_record(path, LLAMA_FIELDS) for path in paths}
     compared = {name: (*(row[key] for key in LLAMA_COMPARED), single_val_tokens(row)) for name, row in rows.items()}
     common = collections.Counter(compared.values()).most_common(1)[0][0] if rows else (PAPER_MODEL, 4096)
     model, study.base_length, *_ = common

@@ -3,13 +3,14 @@
 import argparse
 from pathlib import Path
 
+from configs import command_line
 from configs.command_line import read_config, read_fields
 from configs.runs import SET_BY_SWEEPS
 from configs.sweeps import SCALES
 from errors import require
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(command_line.Parser):
     """Reads the arguments of a command. about: what --help prints, the command's docstring."""
 
     def __init__(self, prog: str, about: str):

@@ -5,22 +5,29 @@ A run is stored as a run folder, or as one line of a runs.jsonl that scripts.kee
 
 import dataclasses
 import functools
-import json
 import re
 from pathlib import Path
 
 import torch
 
-from configs.config import Config, config_hash
+from configs.config import Config, config_hash, file_hash
 from configs.presets import preset
-from data.shards import TOKENIZER_FILE, TokenStream, open_split, sha256_of, tokenizer_of
+from data.shards import TOKENIZER_FILE, TokenStream, open_split, read_manifest, sha256_of, tokenizer_of
 from data.tokenizer import Tokenizer, load_tokenizer
 from errors import UserError, require
+from files import parse_object, read_bytes
 from model.gpt import GPT
 from runtime.build import config_of
 from runtime.checkpoint import latest_checkpoint, load_checkpoint, load_weights
 from runtime.device import compute_dtype
-from runtime.metrics import read_metrics
+from runtime.metrics import check_record, read_metrics, read_record
+
+REQUIRED = {  # fields of the files of a run
+    "summary.json": "steps tokens seconds parameters val_loss val_tokens",
+    "data.json": "",
+    "evaluation.json": "step val_loss val_tokens",
+}
+IN_LINE = f"name preset changes method method_options seed {REQUIRED['summary.json']}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +53,7 @@ class StoredRun:
     @property
     def needle(self) -> dict | None:
         """Return the scores on the needle task, or None without scores."""
-        return self.line.get("needle") if self.line else read_object(self.path / "needle/summary.json")
+        return self.line.get("needle") if self.line else read_record(self.path / "needle/summary.json")
 
     def validations(self) -> list[dict]:  # raises ValueError for a damaged line
         if self.line:
@@ -73,28 +80,27 @@ class StoredRun:
         return list(dict.fromkeys(re.findall(pattern, text, re.MULTILINE))) or ["unknown"]
 
 
-def read_object(path: Path) -> dict | None:
-    """Return the object in a JSON file, or None without a file. Raise ValueError if the file is damaged."""
-    value = json.loads(path.read_text()) if path.is_file() else None
-    require(value is None or isinstance(value, dict), f"{path} is not a JSON object")
-    return value
-
-
 def read_runs(place: Path) -> list[StoredRun]:
-    """Return the runs in a runs.jsonl, or in a folder of run folders, sorted by name."""
+    """Return the runs in a runs.jsonl, or in a folder of run folders, sorted by name.
+
+    Raise ValueError naming a damaged line of a runs.jsonl.
+    """
     if place.suffix == ".jsonl":
-        return [read_line(place, text) for text in place.read_text().splitlines()] if place.exists() else []
+        lines = read_bytes(place).splitlines() if place.exists() else []
+        return [read_line(place, number, line) for number, line in enumerate(lines, start=1)]
     if not place.is_dir():
         return []
     return [read_run(path) for path in sorted(place.iterdir()) if (path / "config.json").exists()]
 
 
-def read_line(file: Path, text: str) -> StoredRun:
+def read_line(file: Path, number: int, content: bytes) -> StoredRun:
     """Return the run in one line of a runs.jsonl."""
-    try:
-        line = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{file} has a damaged line ({error}). Restore the file.") from error
+    place = f"{file}, line {number}"
+    line = check_record(parse_object(content, place), place, IN_LINE, data=dict, curve=list)
+    for record in line["curve"]:
+        check_record(record, f"{place}, a record of its curve", "val_loss", step=int)
+    check_record(line["data"], f"{place}, data")
+    check_record(line.get("needle", {}), f"{place}, needle")
     path, data = file / line["name"], line["data"]
     changes = {field: tuple(value) if isinstance(value, list) else value for field, value in line["changes"].items()}
     changes |= {field: line[field] for field in ("name", "method", "method_options", "seed")}
@@ -112,19 +118,18 @@ def read_run(path: Path) -> StoredRun:
         config = stored_config(path)
     except ValueError as error:
         problems.append(str(error))
-    for name in ("summary.json", "data.json", "evaluation.json"):
+    for name, fields in REQUIRED.items():
         try:
-            value = read_object(path / name) or {}
+            value = read_record(path / name, fields)
             if name == "summary.json" and value:
                 final_losses(value), single_val_tokens(value)
-                require(type(value["steps"]) is int, "steps is not a number")
                 summary = value
             elif name == "data.json":
-                data = value
-            elif summary:
+                data = value or {}
+            elif summary and value:
                 summary = with_evaluation(summary, value)
-        except Exception as error:  # a damaged file can raise any
-            problems.append(f"{path / name} is damaged ({error}). Delete it.")
+        except (ValueError, OSError) as error:
+            problems.append(f"{path / name}: {error}")
     return StoredRun(path, config, summary, data, tuple(problems))
 
 
@@ -132,8 +137,12 @@ def stored_config(path: Path) -> Config:
     """Return the configuration in a run folder. Raise ValueError if config.json is missing or damaged."""
     require((path / "config.json").exists(), f"{path} has no config.json. Name a run folder.")
     try:
-        return config_of(json.loads((path / "config.json").read_text()))
-    except Exception as error:  # a damaged file can raise any
+        stored = parse_object(read_bytes(path / "config.json"), "it")
+        config = config_of(stored)
+        found = stored.pop("hash", None)
+        require(found in (None, file_hash(config, stored)), "its fields do not fit its hash")
+        return config
+    except UserError as error:
         raise UserError(f"{path}/config.json is damaged ({error}). Restore it, or delete the folder.") from error
 
 
@@ -164,8 +173,9 @@ def val_tokens(record: dict) -> dict[str, int]:
 
 def single_val_tokens(record: dict) -> int:
     """Return the validation tokens of a record. Raise ValueError if they differ by length."""
-    (tokens,) = {*val_tokens(record).values()}
-    return tokens
+    tokens = {*val_tokens(record).values()}
+    require(len(tokens) == 1, f"val_tokens {sorted(tokens)} differ by length. Validate all lengths on the same tokens.")
+    return tokens.pop()
 
 
 def measured(record: dict, field: str, method: str | None = None) -> dict:
@@ -205,7 +215,7 @@ def data_fingerprint(config: Config) -> str | None:
 def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:
     """Return the configuration of a run of train_gpt.py, and its model with the weights of the latest checkpoint."""
     config = stored_config(folder)
-    continued = "model" in json.loads((folder / "config.json").read_text())
+    continued = "model" in parse_object(read_bytes(folder / "config.json"), folder.name)
     require(not continued, f"{folder} has a Hugging Face model. Load {folder}/model as in docs/huggingface.md.")
     checkpoint = latest_checkpoint(folder / "checkpoints")
     require(checkpoint, f"{folder} has no checkpoint. Train the run first.")
@@ -221,6 +231,10 @@ def open_validation_text(run: StoredRun) -> TokenStream:
     same = run.data.get("validation") in (None, stream.fingerprint(config.val_tokens))
     problem = f"{config.data_dir} does not hold the validation text of {run.path}"
     require(same, f"{problem}. Restore the text, or evaluate on the present text with --data {config.data_dir}.")
+    entries = read_manifest(config.data_dir)["files"]
+    for path in stream.paths:
+        same = sha256_of(path) == entries[path.name]["sha256"]
+        require(same, f"{path} differs from its checksum. Prepare it again.")
     return stream
 
 

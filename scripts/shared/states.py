@@ -6,7 +6,8 @@ from pathlib import Path
 
 from configs.config import config_hash, describe_differences
 from configs.runs import Needle, Run
-from scripts.shared.runs import StoredRun, read_object
+from runtime.metrics import read_record
+from scripts.shared.runs import StoredRun
 
 
 def find_stored(run: Run, stored_runs: list[StoredRun], data: str | None = None) -> StoredRun | None:
@@ -50,7 +51,7 @@ def needle_state(stored: StoredRun, needle: Needle) -> tuple:
         return "running", str(path)
     try:
         scores = stored.needle or {}
-        found = scores or read_object(path / "settings.json") or {}
+        found = scores or read_record(path / "settings.json") or {}
     except ValueError as error:
         return "other", f"{path} is damaged ({error}). Delete it."
     wanted = dataclasses.asdict(needle) | {"pretrained": f"step_{stored.config.steps:06d}"}
