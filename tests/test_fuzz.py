@@ -44,7 +44,8 @@ READERS = {  # file: the commands that read it
     f"{ENTRY}/method.py": "check",
     "results/taught/runs.jsonl": "check",
 }
-VALUES = [None, True, -1, 7, 1e300, "x", "1", [], [1], {}, {"x": 1}, [[{}]], math.nan]
+NUMBERS = [True, -1, 7, 1e300, math.nan]
+VALUES = [*NUMBERS, None, "x", "1", [], [1], {}, {"x": 1}, [[{}]]]
 STRAYS = "{0} (1){1}", "{0}{1}.tmp", ".{0}{1}.swp", "{0}~{1}", "{0}1e3{1}"
 NEEDLE = {"haystack": "c4", "steps": 3, "examples": 5, "greedy": {"240": 0.5}, "by_distance": {"240": {"8": [1, 2]}}}
 TIMES = {"seconds", "tokens_per_second"}
@@ -124,7 +125,8 @@ def mutate(path, rng):
     place = rng.randrange(len(old))
     way = rng.choice(["flip", "cut", "page", "stray", "gone", *["value", "key"] * 3 * is_json])
     if way == "flip":
-        path.write_bytes(old[:place] + bytes([old[place] ^ 1 << rng.randrange(8)]) + old[place + 1 :])
+        flipped = old[place] ^ 1 << rng.randrange(8)
+        path.write_bytes(old[:place] + bytes([flipped]) + old[place + 1 :])
     elif way == "cut":
         path.write_bytes(old[:place])
     elif way == "page":

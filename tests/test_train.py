@@ -311,9 +311,14 @@ def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
     (Muon, "step", 8, 5),  # Adam's parameters are updated already
 ])
 def test_an_error_between_updates_leaves_the_last_whole_step(owner, name, call, saved, data, finished, tmp_path):
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        function, calls = getattr(owner, name), itertools.count(1)
-        patch.setattr(owner, name, lambda *args, **more: function(*args, **more) if next(calls) < call else 1 / 0)
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def fail_at_last(*args, **options):
+        assert next(calls) < call, "planted"
+        return function(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="planted"):
+        patch.setattr(owner, name, fail_at_last)
         train_here(data, tmp_path)
     assert newest_state(tmp_path / "run")["progress"]["step"] == saved
     assert_same_run(train_here(data, tmp_path, "--resume auto"), finished)
