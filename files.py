@@ -121,6 +121,9 @@ def fits(value: Any, kind: Any) -> bool:
         key_kind, item_kind = parts
         keys_fit = isinstance(value, dict) and (key_kind is str or all(map(str.isdecimal, value)))
         return keys_fit and all(fits(item, item_kind) for item in value.values())
+    if origin is tuple and ... not in parts:  # of this number of values; JSON has lists in its place
+        fits_in_number = isinstance(value, (list, tuple)) and len(value) == len(parts)
+        return fits_in_number and all(map(fits, value, parts))
     if origin in (list, tuple):
         return isinstance(value, origin) and all(fits(item, parts[0]) for item in value)
     if kind is float:

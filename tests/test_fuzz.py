@@ -141,7 +141,7 @@ def mutate(path, rng):
         path.unlink()
         if rng.random() < 0.5:
             path.mkdir()
-        return way, path.suffix == ".pt"  # an older checkpoint takes its place
+        return way, path.suffix == ".pt" or path.name == "kept.jsonl"  # an older or a new file is used
     else:
         records = parse(old)
         holder, key = rng.choice([*nodes(records)])

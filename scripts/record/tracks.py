@@ -51,7 +51,7 @@ def register(file: Path, name: str):
     module_name = f"mechanism_{name}"
     in_use = name in METHODS or name in MECHANISMS and MECHANISMS[name].__module__ != module_name
     free = name.isidentifier() and not in_use
-    require(free, f"{name!r} is in use, or is not a name. Give the file another name.")
+    require(free, f"{file}: {name!r} is in use, or is not a name. Give the file another name.")
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # torch.compile imports it by its name
     try:
@@ -255,7 +255,8 @@ def judge(by_name: dict[str, dict]) -> list[dict]:
     rope = [record for record in records if record["method"] == "rope" and not record["method_options"]]
     text = records[0]["text"] if records else ""
     require(
-        rope or not records, f"RoPE has no five runs on the text {text}. Train them: record run TRACK --method rope"
+        rope or not records,
+        f"runs.jsonl has no five runs of RoPE on the text {text}. Train them: record run TRACK --method rope",
     )
 
     winners = []
