@@ -88,10 +88,15 @@ def parse_object(content: bytes | str, place: str, remedy: str = "Restore it.", 
     place: a name for messages. Raise UserError naming the place and the field, if the content is anything else.
     """
     try:
-        value = json.loads(content)
+        value = json.loads(content, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON ({error}). {remedy}") from None
     return check_object(value, place, remedy, **fields)
+
+
+def refuse_constant(name: str):
+    """Raise ValueError for NaN and infinities, which Python's json reads, although JSON has no such numbers."""
+    raise ValueError(f"it has {name}")
 
 
 def check_object(value: Any, place: str, remedy: str = "Restore it.", **fields: type) -> dict[str, Any]:

@@ -15,7 +15,8 @@ KINDS = {
     int | str: "step",
     str: "name preset model method haystack pretrained",
     str | None: "train validation tokenizer",
-    Number: "seconds tokens_per_second train_loss grad_norm val_seconds",
+    float: "seconds",
+    Number: "tokens_per_second train_loss grad_norm val_seconds",
     dict: "changes method_options as",
     list[str]: "commit device torch started",
     int | dict[int, int]: "val_tokens",
@@ -43,6 +44,9 @@ def check_record(record, place: str, names: str = "", **fields) -> dict:
     for length, means in record.get("val_loss_by_position", {}).items():
         octaves = (int(length) - 1).bit_length() + 1
         require(len(means) == octaves, f"{place}: val_loss_by_position has {len(means)} numbers, not {octaves}.")
+    tokens = record.get("val_tokens")
+    measured = not isinstance(tokens, dict) or tokens.keys() == record["val_loss"].keys()
+    require(measured, f"{place}: val_tokens and val_loss have other lengths.")
     return record
 
 

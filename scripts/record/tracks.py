@@ -103,13 +103,15 @@ def copy_losses(summary: dict | None) -> dict[str, list[float]]:
 def read_score(summary: dict, train_length: int, method: str | None = None) -> dict[str, float]:
     """Return the score and its parts in nats a token, lengths in training lengths. method: as in final_losses."""
     losses, far, gap = final_losses(summary, method), 16 * train_length, str(4 * train_length)
-    if gap not in copy_losses(summary) or not {train_length, far} <= losses.keys():
+    try:
+        first, second = summary.get("copy_loss_as", {}).get(method, summary["copy_loss"])["random"][gap]
+        if method and "copy_loss_as" not in summary:  # an old line: the trained method's loss replaces the first copy's
+            second = first - summary["copy_gain_as"][method]["random"][gap]
+        score = losses[far] + second
+        return {"loss_1x": losses[train_length], "loss_16x": losses[far], "copy_4x": second, "score": score}
+    except (KeyError, TypeError) as error:
         measure = f"python -m scripts.evaluate RUN --lengths {train_length} {far} --copy {gap}"
-        raise UserError(f"A run lacks copy gain or a loss. Measure them with `{measure}`.")
-    first, second = summary.get("copy_loss_as", {}).get(method, summary["copy_loss"])["random"][gap]
-    if method and "copy_loss_as" not in summary:  # an old line: the trained method's loss replaces the first copy's
-        second = first - summary["copy_gain_as"][method]["random"][gap]
-    return {"loss_1x": losses[train_length], "loss_16x": losses[far], "copy_4x": second, "score": losses[far] + second}
+        raise UserError(f"{summary['name']} lacks copy gain or a loss. Measure them with `{measure}`.") from error
 
 
 @torch.no_grad()
