@@ -88,10 +88,15 @@ def parse_object(content: bytes | str, place: str, remedy: str = "Restore it.", 
     place: a name for messages. Raise UserError naming the place and the field, if the content is anything else.
     """
     try:
-        value = json.loads(content)
+        value = json.loads(content, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON ({error}). {remedy}") from None
     return check_object(value, place, remedy, **fields)
+
+
+def refuse_constant(name: str):
+    """Raise ValueError for NaN and infinities, which Python's json reads, although JSON has no such numbers."""
+    raise ValueError(f"it has {name}")
 
 
 def check_object(value: Any, place: str, remedy: str = "Restore it.", **fields: type) -> dict[str, Any]:
@@ -121,6 +126,9 @@ def fits(value: Any, kind: Any) -> bool:
         key_kind, item_kind = parts
         keys_fit = isinstance(value, dict) and (key_kind is str or all(map(str.isdecimal, value)))
         return keys_fit and all(fits(item, item_kind) for item in value.values())
+    if origin is tuple and ... not in parts:  # of this number of values; JSON has lists in its place
+        fits_in_number = isinstance(value, (list, tuple)) and len(value) == len(parts)
+        return fits_in_number and all(map(fits, value, parts))
     if origin in (list, tuple):
         return isinstance(value, origin) and all(fits(item, parts[0]) for item in value)
     if kind is float:

@@ -4,27 +4,30 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from errors import UserError
+from errors import UserError, require
 from files import append, check_object, parse_object, read_bytes, replace_text, to_json
 
 Number = float | None  # null stands for a number that is not finite
+Pair = tuple[Number, Number]
 # The types of the fields of all records: of metrics.jsonl, summary.json, evaluation.json, a line of runs.jsonl.
 KINDS = {
     int: "seed steps tokens distinct_tokens parameters train_length examples",
     int | str: "step",
     str: "name preset model method haystack pretrained",
     str | None: "train validation tokenizer",
-    Number: "seconds tokens_per_second train_loss grad_norm val_seconds",
+    float: "seconds",
+    Number: "tokens_per_second train_loss grad_norm val_seconds",
     dict: "changes method_options as",
     list[str]: "commit device torch started",
     int | dict[int, int]: "val_tokens",
     dict[int, Number]: "val_loss val_loss_before val_loss_own val_tokens_own greedy teacher_forcing",
     dict[str, Number]: "lr max_logit attention_entropy far_gain far_gain_error far_tokens",
-    dict[str, list[Number]]: "method_parameters far_loss",
+    dict[str, list[Number]]: "method_parameters",
+    dict[str, Pair]: "far_loss",
     dict[int, list[Number]]: "val_loss_by_position val_loss_by_block",
-    dict[int, dict[int, list[int]]]: "by_distance",
+    dict[int, dict[int, tuple[int, int]]]: "by_distance",
     dict[str, dict[int, Number]]: "copy_gain copy_gain_error copy_accuracy",
-    dict[str, dict[int, list[Number]]]: "copy_loss",
+    dict[str, dict[int, Pair]]: "copy_loss",
 }
 FIELDS = {name: kind for kind, names in KINDS.items() for name in names.split()}
 FIELDS |= {f"{name}_as": dict[str, kind] for name, kind in FIELDS.items()}
@@ -37,7 +40,14 @@ def check_record(record, place: str, names: str = "", **fields) -> dict:
     """
     check_object(record, place, **fields)
     known = [name for name in (*names.split(), *record) if name in FIELDS and name not in fields]
-    return check_object(record, place, **{name: FIELDS[name] for name in known})
+    check_object(record, place, **{name: FIELDS[name] for name in known})
+    for length, means in record.get("val_loss_by_position", {}).items():
+        octaves = (int(length) - 1).bit_length() + 1
+        require(len(means) == octaves, f"{place}: val_loss_by_position has {len(means)} numbers, not {octaves}.")
+    tokens = record.get("val_tokens")
+    measured = not isinstance(tokens, dict) or tokens.keys() == record["val_loss"].keys()
+    require(measured, f"{place}: val_tokens and val_loss have other lengths.")
+    return record
 
 
 def read_record(path: Path, names: str = "", **fields) -> dict | None:

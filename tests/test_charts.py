@@ -42,7 +42,7 @@ def test_panels_draw_the_numbers_of_the_record():
     assert layers == [{0: 3.0, 1: 4.0}, {0: 1.0, 1: 2.0}]
     height, width, colours = draw_validation(record).shape
     assert width > 3 * height and colours == 3
-    del record["copy_gain"], record["max_logit"]
+    del record["copy_gain"], record["max_logit"], record["attention_entropy"]
     assert draw_validation(record).shape == (height, width // 3, 3)
 
 

@@ -131,8 +131,8 @@ def test_errors_are_shares_of_the_norm_and_of_the_mean_row():
 @pytest.fixture
 def on_cuda(monkeypatch):
     """Set backends: {name: fault, or None}. The choice is CUDA's, and the check runs on this CPU."""
-    def check_here(backend, method, device, dtype):
-        return check_backend(backend, method, CPU, torch.float32, [130])
+    def check_here(backend, method, device, dtype, documents):
+        return check_backend(backend, method, CPU, torch.float32, [130], documents=documents)
     def set_backends(**faults):
         for name, fault in faults.items():
             backend = faulty(fault) if fault else Blocks()

@@ -118,7 +118,7 @@ def with_another(field):
         case dict():
             other = {"tau": 3.0}
         case tuple(value):
-            other = value[1:] or (kinds[0](64), kinds[0](8))
+            other = value[::-1] or (kinds[0](64), kinds[0](8))
         case value:
             other = value / 2 if isinstance(value, float) else 2 * value or 1
     schedule = "trapezoid" if field == "warmup_steps" else DEFAULTS["schedule"]

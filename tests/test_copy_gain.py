@@ -150,8 +150,8 @@ def test_a_run_measures_it_at_validations_at_all_lengths(run):
 
 
 def test_evaluate_measures_it_and_keeps_it(run, capsys):
-    def call(*gaps):
-        succeeds(evaluate.main, run, "--device", "cpu", *gaps)
+    def call(options):
+        succeeds(evaluate.main, run, "--device", "cpu", *options.split())
         return measured(run, "evaluation.json")
 
     summary = measured(run, "summary.json")

@@ -55,8 +55,6 @@ def test_a_possible_set_is_read(variables, launch, environment):
     TWO LOCAL_RANK=\u00b2       | 'LOCAL_RANK': '\u00b2'
     TWO RANK=2             | 'RANK': '2'
     TWO LOCAL_RANK=2       | 'LOCAL_RANK': '2'
-    TWO MASTER_ADDR=       | MASTER_ADDR
-    TWO MASTER_PORT=       | MASTER_PORT
     SLURM_STEP_NUM_TASKS=4 | srun started 4 tasks
 """)
 def test_any_other_set_ends_each_command_in_one_line(variables, named, tiny_run, environment, capsys):
@@ -67,6 +65,15 @@ def test_any_other_set_ends_each_command_in_one_line(variables, named, tiny_run,
     fails(capsys, named, sweep.main, "taught", "--runs-dir", tiny_run.parent)
     fails(capsys, named, train, "quickstart", "--name", "lost", "--runs_dir", tiny_run.parent)
     assert sorted(tiny_run.parent.rglob("*")) == files
+
+
+@table("variables, named", """
+    TWO MASTER_ADDR= | MASTER_ADDR
+    TWO MASTER_PORT= | MASTER_PORT
+""")
+def test_several_processes_need_a_meeting_place(variables, named, tiny_run, environment, capsys):
+    environment(variables)
+    fails(capsys, named, evaluate.main, tiny_run)
 
 
 def test_a_sweep_is_not_started_by_torchrun(environment, tiny_run, capsys):

@@ -51,7 +51,7 @@ def register(file: Path, name: str):
     module_name = f"mechanism_{name}"
     in_use = name in METHODS or name in MECHANISMS and MECHANISMS[name].__module__ != module_name
     free = name.isidentifier() and not in_use
-    require(free, f"{name!r} is in use, or is not a name. Give the file another name.")
+    require(free, f"{file}: {name!r} is in use, or is not a name. Give the file another name.")
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # torch.compile imports it by its name
     try:
@@ -103,13 +103,15 @@ def copy_losses(summary: dict | None) -> dict[str, list[float]]:
 def read_score(summary: dict, train_length: int, method: str | None = None) -> dict[str, float]:
     """Return the score and its parts in nats a token, lengths in training lengths. method: as in final_losses."""
     losses, far, gap = final_losses(summary, method), 16 * train_length, str(4 * train_length)
-    if gap not in copy_losses(summary) or not {train_length, far} <= losses.keys():
+    try:
+        first, second = summary.get("copy_loss_as", {}).get(method, summary["copy_loss"])["random"][gap]
+        if method and "copy_loss_as" not in summary:  # an old line: the trained method's loss replaces the first copy's
+            second = first - summary["copy_gain_as"][method]["random"][gap]
+        score = losses[far] + second
+        return {"loss_1x": losses[train_length], "loss_16x": losses[far], "copy_4x": second, "score": score}
+    except (KeyError, TypeError) as error:
         measure = f"python -m scripts.evaluate RUN --lengths {train_length} {far} --copy {gap}"
-        raise UserError(f"A run lacks copy gain or a loss. Measure them with `{measure}`.")
-    first, second = summary.get("copy_loss_as", {}).get(method, summary["copy_loss"])["random"][gap]
-    if method and "copy_loss_as" not in summary:  # an old line: the trained method's loss replaces the first copy's
-        second = first - summary["copy_gain_as"][method]["random"][gap]
-    return {"loss_1x": losses[train_length], "loss_16x": losses[far], "copy_4x": second, "score": losses[far] + second}
+        raise UserError(f"{summary['name']} lacks copy gain or a loss. Measure them with `{measure}`.") from error
 
 
 @torch.no_grad()
@@ -255,7 +257,8 @@ def judge(by_name: dict[str, dict]) -> list[dict]:
     rope = [record for record in records if record["method"] == "rope" and not record["method_options"]]
     text = records[0]["text"] if records else ""
     require(
-        rope or not records, f"RoPE has no five runs on the text {text}. Train them: record run TRACK --method rope"
+        rope or not records,
+        f"runs.jsonl has no five runs of RoPE on the text {text}. Train them: record run TRACK --method rope",
     )
 
     winners = []
