@@ -128,7 +128,7 @@ def test_a_run_of_ours(tmp_path, monkeypatch):
     """The run has two layers: one without rotation, one with it."""
     run = train_tiny_run(tmp_path, "--method nope,rope+window --num_layers 2 --steps 1 --cooldown_steps 0")
     monkeypatch.chdir(tmp_path)
-    succeeds(logit_statistics.main, *"run --text text.txt --tokens 30".split())
+    succeeds(logit_statistics.main, *"run --text 0.txt --tokens 30".split())
     layers = read_json(tmp_path / "runs/logit_statistics/run/statistics.json")["layers"]  # the default folder
     _, model = logit_statistics.load_run(run, torch.device("cpu"))
     tokenizer = load_tokenizer(tmp_path / "data")
