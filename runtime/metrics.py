@@ -45,7 +45,7 @@ def check_record(record, place: str, names: str = "", **fields) -> dict:
         octaves = (int(length) - 1).bit_length() + 1
         require(len(means) == octaves, f"{place}: val_loss_by_position has {len(means)} numbers, not {octaves}.")
     tokens = record.get("val_tokens")
-    measured = not isinstance(tokens, dict) or tokens.keys() == record["val_loss"].keys()
+    measured = not isinstance(tokens, dict) or tokens.keys() == record.get("val_loss", {}).keys()
     require(measured, f"{place}: val_tokens and val_loss have other lengths.")
     return record
 
