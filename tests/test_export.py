@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="exporting needs pip install -r requi
 from huggingface_hub.errors import StrictDataclassError
 from tiny_llama import run_elsewhere, save_tokenizer
 from tiny_run import train_tiny_run
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.tokenizer import load_tokenizer
 from model.decoding import greedy_decode
@@ -81,6 +81,19 @@ def test_generation_is_the_same_with_a_cache_and_without(case):
     assert torch.equal(best[:, 21:], likeliest(gpt, best[:, :-1])[:, 20:])
     repeated = dict(tokens=tokens[:1, :12].repeat(1, 3), target_length=60)
     assert torch.equal(generate(model, **repeated), generate(model, **repeated, prompt_lookup_num_tokens=4))
+
+
+def test_generation_stops_at_a_string_and_unknown_arguments_are_refused(exported):
+    model = AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(exported, trust_remote_code=True)
+    tokens = tokenizer("abc def", return_tensors="pt").input_ids
+    whole = generate(model, tokens)[0, tokens.shape[1] :].tolist()
+    stopped = generate(model, tokens, stop_strings=[tokenizer.decode(whole[2])], tokenizer=tokenizer)
+    new = stopped[0, tokens.shape[1] :].tolist()
+    assert new == whole[: len(new)] and len(new) <= 3
+    for name in ("inputs_embeds", "output_attentions", "attention_maks"):
+        with pytest.raises(ValueError, match=name):
+            model(tokens, **{name: torch.ones(1)})
 
 
 def test_generation_scales_to_the_length_that_is_asked_for():

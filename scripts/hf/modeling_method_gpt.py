@@ -73,13 +73,17 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         target_length: int | None = None,
+        **others,
     ) -> CausalLMOutputWithPast:
         """Return the float32 logits of the last logits_to_keep positions (0: all), (B, positions, vocabulary).
 
         input_ids (B, T) follow the tokens in past_key_values. attention_mask must be all 1. labels: (B, T), with -100
         to leave out a token. The loss is the mean cross-entropy in nats of all tokens but the first. target_length:
-        length of the whole sequence (default: all tokens so far).
+        length of the whole sequence (default: all tokens so far). others: tokenizers, which `generate` hands through.
+        Raise ValueError for another argument.
         """
+        unknown = [name for name, value in others.items() if value is not None and not name.endswith("tokenizer")]
+        require(not unknown, f"the model takes no {', '.join(unknown)}. Leave it out.")
         visible = attention_mask is None or attention_mask.all()
         require(visible, "attention_mask hides tokens. Pass rows of equal lengths, or pad on the right without a mask.")
         gpt, cache = self.gpt, past_key_values
