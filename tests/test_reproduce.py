@@ -341,7 +341,7 @@ def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
     )
     for name, run in runs.items():
         losses = {"4096": run["loss"], "16384": 7.0, "65536": 8.5}
-        summary = json.dumps(common | run | dict(val_loss=losses))
+        summary = json.dumps(common | run | dict(val_loss=losses, val_loss_before=losses))
         write_files(tmp_path / "runs" / "continued", {f"{name}/summary.json": summary})
     code, output = call("table_llama")
     found = table_of(output.out)

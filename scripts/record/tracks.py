@@ -240,6 +240,8 @@ def standing(track_name: str, more: Iterable[dict] = (), local_runs: Iterable[St
     track = TRACKS[track_name]
     entries = sorted(path.parent for path in (RESULTS / "records" / track_name).glob("*/record.json"))
     kept = make_records(track, read_runs(RESULTS / track.preset / "runs.jsonl"))
+    if "rope" not in [record["name"] for record in kept]:
+        kept = []  # without RoPE there is no gate, so the track is open
     kept += [read_entry(folder) for folder in entries]
     names = {"rope", *(record["name"] for record in kept)}
     local = [record for record in make_records(track, local_runs) if record["name"] in names]
