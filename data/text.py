@@ -5,8 +5,9 @@
 
 Documents are in the field `text` (--field) of the rows of .jsonl, .ndjson, .json and .parquet files, and in any other
 file (data/documents.py). In a folder, all .txt, .jsonl, .ndjson, .json.gz and .parquet files are read. The command
-prints the number of documents by kind of file, and what it left out. Bytes that are not UTF-8 become U+FFFD. They are
-counted, and a file with many of them is refused. Empty documents, and white space around documents, are dropped.
+prints the number of documents by kind of file, and the files that were left out. Bytes that are not UTF-8 become
+U+FFFD. The command counts these bytes, and refuses a file with many of them. Empty documents, and white space around
+documents, are dropped.
 `--skip-bad` leaves out rows without a text. `--tokenizer` takes gpt2, a file, a data folder, or a Hugging Face model.
 `bpe:SIZE` trains a tokenizer on the train split.
 

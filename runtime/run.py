@@ -308,7 +308,7 @@ class Run:
         self.log.restart_clock()
 
     def _load(self, checkpoint: Path, state: dict) -> bool:
-        """Continue from a checkpoint. Return True if it is of a shorter run, whose first steps are those of this run.
+        """Continue from a checkpoint. Return True if this run extends it: same steps so far, more steps to come.
 
         Raise ValueError if its configuration or its data differ.
         """

@@ -62,7 +62,7 @@ WITHIN = [name for name in METHODS if name not in DEPENDENT and not name.startsw
 
 
 def by_document(row):
-    """Return slices of the documents of a sequence, each of which but the first begins with token 0."""
+    """Return the slices of a sequence's documents. Every document but the first begins with token 0."""
     starts = sorted({0, *(row == 0).nonzero().flatten().tolist()})
     return [slice(*pair) for pair in itertools.pairwise([*starts, len(row)])]
 

@@ -17,7 +17,7 @@ TWO = "RANK=1 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=node1 MAS
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Return a function that leaves a launcher's variables in the environment: those of a text, and no others."""
+    """Return a function that sets the launcher's variables which a text names, and removes the other ones."""
 
     def leave(text):
         variables = dict(word.split("=") for word in text.replace("TWO", TWO).split())

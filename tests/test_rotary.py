@@ -1,4 +1,4 @@
-"""Rotation has the numbers of the papers. Rotation, a_t and m_t of far positions are those of the reference."""
+"""Rotations have the papers' numbers. At far positions, rotations, a_t and m_t equal the reference."""
 
 import pytest
 import reference
