@@ -11,7 +11,7 @@ import functools
 
 import torch
 from huggingface_hub.dataclasses import strict
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
@@ -66,44 +66,73 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: DynamicCache | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         target_length: int | None = None,
+        output_hidden_states: bool = False,
         **others,
     ) -> CausalLMOutputWithPast:
         """Return the float32 logits of the last logits_to_keep positions (0: all), (B, positions, vocabulary).
 
-        input_ids (B, T) follow the tokens in past_key_values. attention_mask must be all 1. labels: (B, T), with -100
-        to leave out a token. The loss is the mean cross-entropy in nats of all tokens but the first. target_length:
-        length of the whole sequence (default: all tokens so far). others: tokenizers, which `generate` hands through.
-        Raise ValueError for another argument.
+        input_ids (B, T), or their rows of the embedding, inputs_embeds (B, T, C), follow the tokens in past_key_values.
+        attention_mask must be all 1. labels: (B, T), with -100 to leave out a token. The loss is the mean cross-entropy
+        in nats of all tokens but the first. target_length: length of the whole sequence, if it is to become longer.
+        output_hidden_states: also return the input of each layer and the input of the head. others: tokenizers, which
+        `generate` hands through. Raise ValueError for another argument.
         """
         unknown = [name for name, value in others.items() if value is not None and not name.endswith("tokenizer")]
         require(not unknown, f"the model takes no {', '.join(unknown)}. Leave it out.")
+        require((input_ids is None) != (inputs_embeds is None), "Pass either input_ids or inputs_embeds.")
+        known = past_key_values is None or isinstance(past_key_values, DynamicCache)
+        require(known, f"the model has no {type(past_key_values).__name__}. Use the default cache_implementation.")
         visible = attention_mask is None or attention_mask.all()
         require(visible, "attention_mask hides tokens. Pass rows of equal lengths, or pad on the right without a mask.")
         gpt, cache = self.gpt, past_key_values
         gpt.dtype = gpt.head.dtype
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache()
-        count, first = input_ids.shape[1], 0 if cache is None else cache.get_seq_length()
-        x = gpt.embed(input_ids)
+        if inputs_embeds is None:
+            inputs_embeds = gpt.embedding(input_ids)
+        count, first = inputs_embeds.shape[1], 0 if cache is None else cache.get_seq_length()
+        x = norm(inputs_embeds.to(gpt.dtype))
+        states = [x]
+        length = max(target_length or 0, first + count)  # assisted decoding may draft beyond the target
         if count == 1 and target_length is not None:
-            plan = self.step_plan(target_length).up_to(first + 1)
+            plan = self.step_plan(length).up_to(first + 1)
         else:
-            plan = gpt.plan(first + count, queries=count, target_length=target_length)
+            plan = gpt.plan(first + count, queries=count, target_length=length)
         for layer, block in enumerate(gpt.blocks):
             layer_plan = plan.for_layer(layer)
             layer_cache = None if cache is None else LayerCache(cache, layer, block.attention.method, layer_plan)
             x = block(x, layer_plan, layer_cache)
+            states.append(x)
+        x = states[-1] = norm(x)
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = linear(norm(x)[:, positions], gpt.head).float()
+        logits = linear(x[:, positions], gpt.head).float()
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        hidden = tuple(states) if output_hidden_states else None
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=hidden)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.gpt.embedding
+
+    def set_input_embeddings(self, embedding: nn.Embedding):
+        self.gpt.embedding = embedding
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return a layer that shares the head's weight. resize_token_embeddings changes the size of such a layer."""
+        width, vocabulary = reversed(self.gpt.head.shape)
+        layer = nn.Linear(width, vocabulary, bias=False, device="meta")
+        layer.weight = self.gpt.head
+        return layer
+
+    def set_output_embeddings(self, layer: nn.Linear):
+        self.gpt.head = layer.weight
 
     def step_plan(self, target_length: int) -> Plan:
         """Return the plan of a single query after up to target_length keys. All steps of `generate` share it."""
@@ -115,7 +144,8 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def generate(self, inputs: Tensor | None = None, generation_config=None, **kwargs):
         """Generate with the interface of transformers. target_length: see forward. By default it counts the prompt and
         the new tokens without the last one, because no token attends to that."""
-        prompt = inputs if inputs is not None else kwargs.get("input_ids")
+        prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        prompt = next((prompt for prompt in prompts if prompt is not None), None)
         length = 1 if prompt is None else prompt.shape[1]
         given = generation_config or self.generation_config
         new = kwargs.get("max_new_tokens") or given.max_new_tokens
