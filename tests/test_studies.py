@@ -122,6 +122,8 @@ def test_paired_tests_leave_out_known_seeds_and_count_tests_without_runs():
 REACH = "loss, 4096 tokens (16x); copy gain, 1024 tokens (4x)"
 FAR = "loss, 8192 tokens (16x); far gain, class far"
 ROTATION = "loss with the fast rotation; change from the published to the fast rotation"
+NAMES = "Scale-invariant p-RoPE, fastest pairs, share 0.25", "LogN+p-RoPE", "RoPE"
+MASKED = "; ".join(f"{kind}, {name}" for kind in ("loss, 8192 tokens", "far gain, class far") for name in NAMES)
 # Item, title, series, rivals, measures, seeds that were known.
 REGISTERED = f"""
 taught | Primary comparisons | {SI} | rope; logn_p_rope; {ALIBI} | {REACH} |
@@ -139,6 +141,8 @@ far | Xsa at far | {XSA} | {FAST} | {FAR} | 3 4 5 6
 taught_rotation | Tests | {SI} | logn_p_rope; p_rope | {ROTATION} | 0
 far_rotation | Tests | {SI} | logn_p_rope; p_rope | {ROTATION} | 3 4 5 6
 far_again | Again | {SI} {QUARTER} | logn_p_rope {QUARTER} | loss, 8192 tokens (16x) | 0 1 2
+documents | The mask | masked | unmasked | {MASKED} |
+documents | The methods with the mask | {SI} {QUARTER} | logn_p_rope; rope | loss, 8192 tokens; far gain, class far |
 """
 STUDIES = {item: module for module in studies() for item in module.TESTS}
 
@@ -205,7 +209,7 @@ def test_registered_tests_stay_and_follow_from_the_kept_runs(item):
         lists = "; ".join(paired.rivals), "; ".join(paired.measures), " ".join(map(str, paired.left_out))
         registered.append(" | ".join([item, paired.title, paired.ours, *lists]).strip())
     assert registered == [line for line in REGISTERED.splitlines() if line.startswith(f"{item} |")]
-    if item.endswith("rotation"):
+    if item.endswith(("rotation", "documents")):
         return  # see below
     lines = kept_summaries(scale)
     for paired in found:
@@ -237,6 +241,31 @@ def test_rotation_tests_the_rules_and_their_interaction_with_the_rotation(scale,
             expected[measure, rival] = (values[SI] - values[rival]).tolist()
     assert len(study.finished) == 48 and len({series for series, _ in losses}) == 12
     assert_paired(paired, expected)
+
+
+def test_documents_compare_runs_with_the_mask_and_without_it():
+    random, runs, losses, gains = np.random.default_rng(), [], {}, {}
+    for run in sweep("documents", "far", seeds=[0, 1, 2]):
+        key = run.config.document_mask, series_label(run.config), run.config.seed
+        losses[key], gains[key] = random.random(2)
+        summary = dict(val_loss={"512": 1.0, "8192": losses[key]}, far_gain={"far": gains[key]}, val_tokens=1)
+        runs.append(StoredRun(ROOT / run.name, run.config, summary | {"data": "text"}))
+    study = Study("documents", "far", ROOT, runs, seeds=[0, 1, 2])
+    of_mask, of_methods = STUDIES["documents"].TESTS["documents"](study)
+
+    def difference(values, ours, theirs):
+        return [values[*ours, seed] - values[*theirs, seed] for seed in range(3)]
+
+    expected, rows = {}, zip(MASKED.split("; "), itertools.product((losses, gains), (FAST, "logn_p_rope", "rope")))
+    for measure, (values, series) in rows:
+        expected[measure, "unmasked"] = difference(values, ("train", series), ("off", series))
+    assert len(study.finished) == 18 and len(expected) == 6
+    assert_paired(of_mask, expected)
+    expected = {}
+    for measure, values in (("loss, 8192 tokens", losses), ("far gain, class far", gains)):
+        for rival in ("logn_p_rope", "rope"):
+            expected[measure, rival] = difference(values, ("train", FAST), ("train", rival))
+    assert_paired(of_methods, expected)
 
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
