@@ -52,8 +52,7 @@ def write_folders(roots: Sequence[Path], out: Path):
                 folders.setdefault(path.parent, []).append(text)
     out.mkdir(parents=True, exist_ok=True)
     for number, (folder, texts) in enumerate(folders.items()):
-        path = out / f"{number:05d}-{folder.name}.txt"
-        path.write_text("\n\n\n".join(texts) + "\n", encoding="utf-8")
+        append(out / f"{number:05d}-{folder.name}.txt", "\n\n\n".join(texts) + "\n")
 
 
 def source_folders(packages: Sequence[str]) -> list[Path]:

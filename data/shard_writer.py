@@ -9,7 +9,7 @@ import numpy as np
 
 from data.shards import MAGIC, TOKEN, TOKENIZER_FILE, VERSION, describe_shard, sha256_of, write_manifest
 from errors import require
-from files import sync
+from files import naming, sync
 
 
 class ShardWriter:
@@ -69,6 +69,7 @@ class ShardWriter:
         header[:3] = MAGIC, VERSION, len(tokens) // TOKEN.itemsize
         path = self._temporary / f"{self.prefix}_{split}_{self._next_number[split]:06d}.bin"
         self._next_number[split] += 1
-        path.write_bytes(header.tobytes() + tokens)
+        with naming("write", path):
+            path.write_bytes(header.tobytes() + tokens)
         sync(path)
         self.manifest["files"][path.name] = describe_shard(path)

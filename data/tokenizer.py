@@ -12,6 +12,7 @@ import tokenizers
 from data.download import model_file
 from data.shards import TOKENIZER_CONFIG, TOKENIZER_FILE, read_manifest
 from errors import UserError, require
+from files import naming
 
 END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 1 << 15
@@ -128,4 +129,5 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     library.train_from_iterator(itertools.chain.from_iterable(map(pieces, texts)), trainer)
-    library.save(str(path))
+    with naming("write", path):
+        library.save(str(path))

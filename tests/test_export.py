@@ -1,7 +1,6 @@
 """Exported models: logits, gradients and generation equal ours for every method; the folder's files."""
 
 import json
-import resource
 import shutil
 import sys
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 import yaml
 from attention_cases import parse
-from commands import exit_code, fails, parametrize, read_json, refuses, slow, succeeds, write_files
+from commands import exit_code, fails, full_disk, parametrize, read_json, refuses, slow, succeeds, write_files
 from test_decoding import CASES, full_logits, make_model
 from test_gpt import random_tokens
 from test_methods import assert_near
@@ -98,8 +97,9 @@ ARGUMENTS = """
 {} | max_length: 15, max_new_tokens: null | min_length: 16 | min_new_tokens: 4 | max_time: 100.0 | num_beams: 3
 num_beams: 2, early_stopping: true | num_beams: 2, length_penalty: 2.0 | num_beams: 3, do_sample: true
 cache_implementation: dynamic | prefill_chunk_size: 5 | prompt_lookup_num_tokens: 3 | disable_compile: true
-temperature: 0.5, do_sample: true | top_k: 5, do_sample: true | top_p: 0.5, do_sample: true | min_p: 0.1, do_sample: true
-top_h: 0.5, do_sample: true | typical_p: 0.5, do_sample: true | epsilon_cutoff: 0.01, do_sample: true
+temperature: 0.5, do_sample: true | top_k: 5, do_sample: true
+top_p: 0.5, do_sample: true | min_p: 0.1, do_sample: true | top_h: 0.5, do_sample: true
+typical_p: 0.5, do_sample: true | epsilon_cutoff: 0.01, do_sample: true
 eta_cutoff: 0.01, do_sample: true | do_sample: true, num_return_sequences: 2 | repetition_penalty: 1.5
 encoder_repetition_penalty: 1.5 | no_repeat_ngram_size: 2 | bad_words_ids: [[3], [4, 5]] | renormalize_logits: true
 forced_bos_token_id: 3 | forced_eos_token_id: 3 | remove_invalid_values: true | suppress_tokens: [3, 4]
@@ -261,12 +261,8 @@ def test_runs_that_cannot_be_exported_are_refused(run, exported, tmp_path, capsy
 
 @pytest.mark.parametrize("most", [20, 5000])  # bytes of a file: the configuration, or the weights, which Rust writes
 def test_a_full_disk_is_one_line_and_leaves_no_folder(most, run, tmp_path, capsys):
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limit[1]))
-    try:
+    with full_disk(most):
         assert exit_code(command.main, [run, "--out", tmp_path / "new"]) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     error = capsys.readouterr().err.splitlines()[-1]  # transformers draws a bar before it
     assert error.startswith("error: ") and str(tmp_path / "new") in error
     assert [*tmp_path.iterdir()] == []

@@ -15,10 +15,11 @@ import sys
 import traceback
 
 import pytest
-from commands import ROOT, exit_code, write_files
+from commands import ROOT, exit_code, full_disk, write_files
 from tiny_run import arguments, train_tiny_run
 
-from data import shards
+from data import shards, text
+from data.tokenizer import load_tokenizer
 from scripts import evaluate, generate, keep
 from scripts.record import __main__ as record
 from scripts.record import tracks
@@ -66,10 +67,10 @@ COMMANDS = {  # name: the command, its arguments for a folder, and the file of i
 }
 
 
-def outcome(name, folder):
+def outcome(name, folder, commands=COMMANDS):
     """Return exit code, numbers and errors of a command. A traceback has no exit code."""
     out, err = io.StringIO(), io.StringIO()
-    main, argv, file = COMMANDS[name]
+    main, argv, file = commands[name]
     if name == "resume":
         (folder / "run/summary.json").unlink()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -202,6 +203,23 @@ def problem_of(file, way, valid, outcome, truth):
     if code is None or code != truth[0]:
         return "traceback or another exit code"
     return None if valid or agrees(numbers, truth[1]) else "silent"
+
+
+WRITERS = COMMANDS | {
+    "text": (text.main, "{0}/log.txt --tokenizer bpe:300 --out {0}/new", None),
+    "shards": (text.main, "{0}/log.txt --tokenizer gpt2 --out {0}/new", None),
+}
+
+
+@pytest.mark.parametrize("name", "evaluate keep resume text shards".split())
+def test_a_full_disk_is_one_line_that_names_the_file(name, place, monkeypatch):
+    folder = place()
+    (folder / "log.txt").write_text("abc de " * 50)
+    monkeypatch.setattr(text, "load_tokenizer", lambda name: load_tokenizer(folder / "data"))
+    with full_disk(20):
+        code, _, errors = outcome(name, folder, WRITERS)
+    (line,) = errors.splitlines()
+    assert code == 2 and line.startswith(f"error: cannot write {folder}")
 
 
 @pytest.mark.promise(15, "a damaged file gives the right numbers, or one line that names it")

@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from torch import nn
 
 from errors import require
+from files import naming, replace_text
 from scripts.hf.convert import RECORD, convert
 from scripts.hf.modules import export_modules
 
@@ -93,12 +94,13 @@ def save_model(model: nn.Module, folder: str | Path):
     """
     config, path = model.config, Path(folder) / "config.json"
     hook, config.rope_parameters = config.rope_parameters, getattr(config, RECORD)["rope_parameters"]
-    model.save_pretrained(folder)
+    with naming("write", Path(folder)):
+        model.save_pretrained(folder)
     config.rope_parameters = hook
     names = {"AutoConfig": "MethodLlamaConfig", "AutoModelForCausalLM": "MethodLlamaForCausalLM"}
     fields = json.loads(path.read_text())
     fields |= {"model_type": "method_llama", "architectures": [names["AutoModelForCausalLM"]]}
     fields["auto_map"] = {auto: f"{CODE}.{name}" for auto, name in names.items()}
-    path.write_text(json.dumps(fields, indent=2) + "\n")
+    replace_text(path, json.dumps(fields, indent=2) + "\n")
     for name, text in export_modules(f"scripts.hf.{CODE}").items():
-        (Path(folder) / name).write_text(text)
+        replace_text(Path(folder) / name, text)
