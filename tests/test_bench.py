@@ -1,6 +1,7 @@
 """The benchmarks: ratios from canned times, the gates, the row of the baseline again, one small run of each command."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from model.attention.check import check_backend
 from model.attention.choose import BACKENDS
 from model.attention.plan import LayerPlan
 from model.attention.reference import plain_attention
+from model.methods import MECHANISMS
+from results.gpu import attention as gpu
 from scripts.bench import __main__ as bench
 from scripts.bench import attention, protocol, step
 from scripts.bench.trainers import Trainer
@@ -64,14 +67,13 @@ class Wrong(Blocks):
 def test_attention_reports_right_variants_and_refuses_a_planted_fault(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(BACKENDS, "wrong", Wrong())
     sizes = "--device cpu --lengths 130 --heads 2 --head-dim 16 --rounds 3".split()
-    variants = "--variants sdpa:plain wrong:si flex_flash:si cudnn:plain flash2:si blocks:si".split()
+    variants = "--variants sdpa:plain wrong:si flex_flash:si blocks:si".split()
     assert exit_code(bench.main, ["attention", *sizes, *variants, "--out", tmp_path]) == 1
     page, record = (tmp_path / "cpu_attention.md").read_text(), read_json(tmp_path / "cpu_attention.json")
     assert page == capsys.readouterr().out.rstrip() + "\n"
     assert {"command", "machine", "commit"} <= record.keys()
     assert {name: result.split(":")[0] for name, result in record["gate"].items()} == {
-        "sdpa:plain": "passed", "wrong:si": "refused", "flex_flash:si": "not run",
-        "cudnn:plain": "not run", "flash2:si": "not run", "blocks:si": "passed"
+        "sdpa:plain": "passed", "wrong:si": "refused", "flex_flash:si": "not run", "blocks:si": "passed"
     }
     assert [entry["kind"] for entry in record["times"]] == ["forward", "both"]
     for entry, text in zip(record["times"], page.split("###")[1:], strict=True):
@@ -85,13 +87,23 @@ def make(name):
     return attention.make_variant(name, 2, 16, CPU)
 
 
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Let the benchmark know the variants of results/gpu, as its command does."""
+    for known, more in ((MECHANISMS, gpu.MORE_MECHANISMS), (BACKENDS, gpu.MORE_BACKENDS)):
+        for name, value in more.items():
+            monkeypatch.setitem(known, name, value)
+    for name in gpu.MORE_MECHANISMS:
+        monkeypatch.setitem(attention.FORMULAS, name, f"nope+{name}")
+
+
 def test_all_default_variants_are_known():
-    for name in [*attention.CUDA, *attention.CPU, *(f"flex:si:{tiles}" for tiles in attention.TILES)]:
+    for name in [*attention.CUDA, *attention.CPU]:
         make(name)
 
 
-def test_the_gate_of_a_soft_cap_has_its_formula_and_refuses_plain_attention():
-    (_, capped), (_, paper), (_, si) = map(make, ("flex:softcap", "flex:paper", "flex:si"))
+def test_the_gate_of_a_soft_cap_has_its_formula_and_refuses_plain_attention(on_gpu):
+    (_, capped), (_, paper), (_, si) = map(make, ("written:softcap", "written:paper", "flex:si"))
     q, k, v = qkv = 3 * random(3, 1, 2, 130, 16, seed=0)
     hidden = torch.ones(130, 130, dtype=torch.bool).triu(1)
     logits = (20 * torch.tanh(q @ k.mT / 4 / 20)).masked_fill(hidden, -torch.inf)
@@ -101,22 +113,27 @@ def test_the_gate_of_a_soft_cap_has_its_formula_and_refuses_plain_attention():
 
 
 @parametrize("formula", ["paper", "softcap"])
-def test_flex_evaluates_a_formula_at_each_logit_and_takes_tiles(formula):
+def test_flex_evaluates_a_formula_at_each_logit(formula, on_gpu):
     """A test below compares the values with the formula."""
-    def prepared(tiles=""):
-        backend, method = make(f"flex:{formula}{tiles}")
-        return backend.prepare(LayerPlan(backend, 2, 16, 1024, 1024), method.score_change)
-    default = prepared()
-    captured = [cell.cell_contents for cell in default["score_mod"].__closure__]
+    backend, method = make(f"written:{formula}")
+    prepared = backend.prepare(LayerPlan(backend, 2, 16, 1024, 1024), method.score_change)
+    captured = [cell.cell_contents for cell in prepared["score_mod"].__closure__]
     assert not any(isinstance(x, torch.Tensor) for x in captured)  # no table
+
+
+def test_flex_takes_tiles(on_gpu):
     forward = dict(fwd_BLOCK_M=128, fwd_BLOCK_N=64, fwd_num_warps=4, fwd_num_stages=2)
     backward = dict(bwd_BLOCK_M1=32, bwd_BLOCK_N1=128, bwd_BLOCK_M2=128, bwd_BLOCK_N2=32)
     backward |= dict(bwd_num_warps=8, bwd_num_stages=2)
-    for tiles, options in {":fwd-128-64-4-2": forward, ":bwd-32-128-128-32-8-2": backward}.items():
-        assert prepared(tiles)["kernel_options"] == default["kernel_options"] | options
+    found = []
+    for tiles in ("", "-fwd-128-64-4-2", "-bwd-32-128-128-32-8-2"):
+        backend, method = make(f"flex{tiles}:si")
+        plan = LayerPlan(backend, 2, 16, 1024, 1024)
+        found.append(backend.prepare(plan, method.score_change)["kernel_options"])
+    assert found[1:] == [found[0] | forward, found[0] | backward]
 
 
-def test_a_kernel_by_name_runs_alone(monkeypatch):
+def test_a_kernel_by_name_runs_alone(monkeypatch, on_gpu):
     enabled = []
     def spy(*qkv, **more):
         cuda = torch.backends.cuda
@@ -128,18 +145,19 @@ def test_a_kernel_by_name_runs_alone(monkeypatch):
 
 
 @slow
-def test_flex_runs_forward_on_a_cpu_with_all_its_tiles(tmp_path, monkeypatch):
+def test_flex_runs_forward_on_a_cpu(tmp_path, monkeypatch, on_gpu):
     monkeypatch.setattr(attention, "LENGTHS", (130,))
-    monkeypatch.setattr(attention, "TILES", attention.TILES[-1:])
     sizes = "--device cpu --lengths 130 --heads 2 --head-dim 16 --rounds 1".split()
-    names = "flex:paper flex:softcap sdpa:plain".split()
-    succeeds(bench.main, "attention", *sizes, "--tiles", "--variants", *names, "--out", tmp_path)
-    record = read_json(tmp_path / "cpu_attention.json")
-    with_tiles = [*names, *(f"{name}:{attention.TILES[0]}" for name in names[:2])]
-    assert list(record["gate"]) == with_tiles
-    assert all(result.startswith("passed") for result in record["gate"].values())
-    forward, both = (list(entry["seconds"]) for entry in record["times"])
-    assert forward == [*with_tiles, "flex:paper again"] and both == ["sdpa:plain", "sdpa:plain again"]
+    names = f"written:paper written:softcap cudnn:plain flex-{gpu.TILES[-1]}:si sdpa:plain".split()
+    monkeypatch.setattr(sys, "argv", ["attention", *sizes, "--variants", *names, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="^0$"):
+        gpu.main()
+    gate = read_json(tmp_path / "cpu_attention.json")["gate"]
+    results = {name: result.split(":")[0] for name, result in gate.items()}
+    assert results.pop("cudnn:plain") == "not run" and {*results.values()} == {"passed"}
+    names.remove("cudnn:plain")
+    forward, both = (list(entry["seconds"]) for entry in read_json(tmp_path / "cpu_attention.json")["times"])
+    assert forward == [*names, "written:paper again"] and both == ["sdpa:plain", "sdpa:plain again"]
 
 
 def test_the_gate_lets_equal_models_pass_and_no_others():
@@ -173,7 +191,7 @@ def test_step_reports_its_measurements(tmp_path, capsys):
     attention --device cpu --lengths 0                          | --lengths
     attention --device cpu --variants sdpa:nothing              | nothing
     attention --device cpu --variants cpu:softcap               | softcap
-    attention --device cpu --variants flex:si:fwd-1             | fwd-1
+    attention --device cpu --variants flex-fwd-1:si             | fwd-1
     step no_such_preset p_rope                                  | no_such_preset
     step quickstart no_such_method --device cpu                 | no_such_method
     step quickstart p_rope p_rope/batch_tokens=512 --device cpu | batch_tokens

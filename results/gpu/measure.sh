@@ -65,11 +65,11 @@ docs=${DOCS:-$W/docs} books=${BOOKS:-$W/books}
 say "ready: $(nvidia-smi --query-gpu=name,memory.used,clocks.sm --format=csv,noheader 2>/dev/null || echo no GPU)"
 
 tiny=() attention=() lengths=(4096 16384 65536) micro=32768 small=8192 val_tokens=262144
-fused=(flex:plain cudnn:plain flash2:plain flex:alibi flex:si flex:paper flex:softcap)
+fused=(flex:plain cudnn:plain flash2:plain flex:alibi flex:si written:paper written:softcap)
 if [ -n "${DRY:-}" ]; then
     tiny=(--device cpu --num_layers 1 --num_heads 1 --model_dim 64 --train_length 256 --compile off)
     attention=(--device cpu) lengths=(256 1024) micro=1024 small=512 val_tokens=4096
-    fused=(flex:plain flex:alibi flex:si flex:paper flex:softcap)
+    fused=(flex:plain flex:alibi flex:si written:paper written:softcap)
 fi
 common=(--data_dir "$docs" --runs_dir "$W/runs" --val_every 0 --val_copy_gaps --val_tokens "$val_tokens" "${tiny[@]}")
 train() { # NAME SECONDS TOKENS STEPS fields...: a short run of the paper's 162M model, one micro-batch a step
@@ -127,13 +127,15 @@ right)
     cat "$W/logs/doctor.txt"
     ;;
 speed)
-    start kernels 300 "$python" -m scripts.bench attention --lengths "${lengths[@]}" --rounds 5 --variants "${fused[@]}" \
+    start kernels 300 "$python" -m results.gpu.attention --lengths "${lengths[@]}" --rounds 5 --variants "${fused[@]}" \
         --out "$W/bench" "${attention[@]}"
     join
     cat "$W/logs/kernels.txt"
     step_bench gpt_162m_4k 200 $((2 * micro)) p_rope scale_invariant_p_rope logn_p_rope alibi --steps 3 --rounds 5
     if [ -z "${DRY:-}" ]; then
-        start tiles 200 "$python" -m scripts.bench attention --lengths 16384 --rounds 3 --variants flex:si --tiles --out "$W/bench"
+        tiles=$("$python" -c 'from results.gpu.attention import TILES; print(*(f"flex-{tiles}:si" for tiles in TILES))')
+        # shellcheck disable=SC2086
+        start tiles 200 "$python" -m results.gpu.attention --lengths 16384 --rounds 3 --variants flex:si $tiles --out "$W/bench"
         join
         cat "$W/logs/tiles.txt"
         micro=65536 step_bench gpt_162m_64k 150 65536 p_rope scale_invariant_p_rope --steps 1 --rounds 3

@@ -13,8 +13,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from model.attention import flex
 from model.methods.base import Method, ScoreChange, Shape
 from model.methods.make import make_method
+from results.gpu.attention import FlexAsWritten, Paper
 from runtime.run_folder import git_commit
-from scripts.bench.attention import FlexAsWritten, Paper
 from scripts.shared.tables import markdown_table
 from tests.flex_code import compile_attention
 
@@ -44,7 +44,7 @@ OURS = make_method("scale_invariant_nope", SHAPE)
 ROWS = {  # method, how FlexAttention gets it
     "plain": (make_method("nope", SHAPE), flex.Flex()),
     "ALiBi": (make_method("alibi", SHAPE), flex.Flex()),
-    "scale-invariant, as the paper writes it": (Method("paper", SHAPE, [Paper()]), WithDefaultOptions()),
+    "scale-invariant, as the paper writes it": (Method("paper", SHAPE, [Paper(SHAPE)]), WithDefaultOptions()),
     "scale-invariant, x rsqrt(x) for the root": (OURS, FlexAsWritten()),
     "scale-invariant, lg2.approx and sqrt.approx": (Method("approximate", SHAPE, [Approximate()]), FlexAsWritten()),
     "scale-invariant, one table (`flex`)": (OURS, flex.Flex()),

@@ -2,12 +2,9 @@
 
     python -m scripts.bench attention                                              this device's default variants
     python -m scripts.bench attention --lengths 4096 65536 --variants flex:plain flex:si flex_flash:si
-    python -m scripts.bench attention --lengths 16384 --variants flex:si --tiles   other tiles beside the default ones
 
-A variant is BACKEND:FORMULA. BACKEND is a name of attention_backend, or a kernel of `sdpa`: `cudnn`, or `flash2`
-(FlashAttention-2 on CUDA). FORMULA is `plain` (softmax of S), `si` (scale-invariant, tau 10) or `alibi`. `flex` also
-takes `paper` (scale-invariant with log and sqrt in the score_mod) and `softcap` (20 tanh(S / 20)). flex:FORMULA:TILES
-has other tiles, such as bwd-64-128-128-64-8-1: BLOCK_M1, N1, M2, N2, num_warps and num_stages of the backward pass.
+A variant is BACKEND:FORMULA. BACKEND is a name of attention_backend. FORMULA is `plain` (softmax of S), `si`
+(scale-invariant, tau 10) or `alibi`.
 
 The first variant that runs is the baseline. The gate, model/attention/check.py, compares output and gradients of each
 variant with float64. A variant that fails the gate is not timed, and the exit code is 1. On a CPU, `flex` has a forward
@@ -20,73 +17,22 @@ import statistics
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from errors import require
 from model.attention.attend import attend
 from model.attention.backend import Backend
 from model.attention.check import LENGTHS, check_backend, random_inputs
 from model.attention.choose import BACKENDS
-from model.attention.flex import Flex, make_score_mod
+from model.attention.flex import Flex
 from model.attention.plan import plan_layer
-from model.attention.sdpa import SDPA, chosen_kernel
-from model.methods.base import Method, ScoreChange, Shape
+from model.attention.sdpa import chosen_kernel
+from model.methods.base import Method, Shape
 from model.methods.make import make_method
 from runtime.processes import start_processes
 from scripts.bench import protocol
 from scripts.shared.arguments import Parser
 
-
-class Paper(ScoreChange):
-    """Computes a_t and m_t of scale-invariant attention as the paper writes them."""
-
-    def coefficients(self, distance, head):
-        growth = 2 * torch.log(1 + distance / 10)
-        return torch.sqrt(1 + growth), -growth
-
-
-class SoftCap(ScoreChange):
-    """Bounds scores by a hyperbolic tangent, for which other projects have published speeds."""
-
-    def change(self, score, distance, head):
-        return 20 * torch.tanh(score / 20)
-
-
-class FlexAsWritten(Flex):
-    """FlexAttention that evaluates the formula at each logit and reads no table."""
-
-    def prepare(self, plan, score_change):
-        return super().prepare(plan, None) | {"score_mod": make_score_mod(score_change, plan)}
-
-
-class OneKernel(SDPA):
-    """PyTorch's attention by one of its kernels."""
-
-    def __init__(self, kernel: SDPBackend):
-        self.kernel = kernel
-
-    def unsupported(self, method, device, dtype):
-        with sdpa_kernel([self.kernel, SDPBackend.MATH], set_priority=True):
-            chosen = chosen_kernel(device, dtype, method.head_dim, LENGTHS[0])
-        missing = None if chosen == self.kernel.name else f"PyTorch cannot run {self.kernel.name} here"
-        return super().unsupported(method, device, dtype) or missing
-
-    def run(self, *arguments, **more):
-        with sdpa_kernel(self.kernel):
-            return super().run(*arguments, **more)
-
-
-KERNELS = {"cudnn": OneKernel(SDPBackend.CUDNN_ATTENTION), "flash2": OneKernel(SDPBackend.FLASH_ATTENTION)}
 FORMULAS = {"plain": "nope", "si": "scale_invariant_nope", "alibi": "alibi"}
-WRITTEN = {"paper": Paper, "softcap": SoftCap}  # for FlexAsWritten
-TILE_OPTIONS = {
-    "fwd": "BLOCK_M BLOCK_N num_warps num_stages",
-    "bwd": "BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 num_warps num_stages",
-}
-TILES = (  # that --tiles tries: they compile for Hopper, and fit its shared memory in bfloat16 with head dimension 128
-    "fwd-128-128-8-2 fwd-128-64-4-2 fwd-128-64-8-3 bwd-64-64-64-64-4-2 bwd-64-64-64-64-4-3 bwd-64-64-64-64-8-3 "
-    "bwd-32-128-128-32-8-2 bwd-64-128-128-64-8-1 bwd-64-128-128-64-8-3"
-).split()
 CUDA = "sdpa:plain flex:plain flex:si flex:alibi flex_flash:plain flex_flash:si".split()
 CPU = ["sdpa:plain", "cpu:plain", "cpu:si", "cpu:alibi", "blocks:plain", "blocks:si"]
 DEFAULTS = {
@@ -105,7 +51,6 @@ def add_arguments(parser: Parser):
     add("--heads", type=int, default=6, help="default: 6")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16; CPU float32")
     add("--variants", nargs="+", metavar="NAME", help="default: a list that suits this device")
-    add("--tiles", action="store_true", help="time each flex variant with other tiles, too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,12 +61,8 @@ def run(args: argparse.Namespace) -> int:
         setattr(args, name, getattr(args, name) or value)
     positive = min(*args.lengths, args.head_dim, args.heads) >= 1
     require(positive, "--lengths, --head-dim or --heads is below 1. Use at least 1.")
-    names = list(args.variants)
-    for name in args.variants if args.tiles else ():
-        if name.startswith("flex:"):
-            names += [f"{name}:{tiles}" for tiles in TILES]
     dtype = getattr(torch, args.dtype)
-    variants = {name: make_variant(name, args.heads, args.head_dim, device) for name in names}
+    variants = {name: make_variant(name, args.heads, args.head_dim, device) for name in args.variants}
 
     # 2. The gate.
     kernel = chosen_kernel(device, dtype, args.head_dim, args.lengths[0])
@@ -133,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     report.add("## Gate\n\nOutput and gradients are compared with float64.", problems=gate)
 
     # 3. The times.
-    method = variants[names[0]][1]  # any method, because all have the same shapes
+    method = variants[args.variants[0]][1]  # any method, because all have the same shapes
     for length in args.lengths:
         inputs, dout = random_inputs(method, length, device, dtype, batch=max(1, TOKENS[device.type] // length))
         time_length(report, passed, [*inputs.values(), dout], args.rounds)
@@ -141,27 +82,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_variant(name: str, heads: int, head_dim: int, device: torch.device) -> Variant:
+    """Return the variant with this name. Raise ValueError for an unknown name."""
     backend, _, formula = name.partition(":")
-    formula, _, tiles = formula.partition(":")
-    # 1. Refuse unknown names. Only flex has other formulas and tiles.
-    backends, formulas, all_tiles = BACKENDS | KERNELS, FORMULAS, [""]
-    if backend == "flex":
-        formulas, all_tiles = FORMULAS | WRITTEN, ["", *TILES]
-    remedy = f"Use BACKEND:FORMULA, BACKEND one of {', '.join(backends)}, FORMULA one of {', '.join(formulas)}."
-    known = backend in backends and formula in formulas and tiles in all_tiles
-    require(known, f"unknown variant {name!r}. {remedy}")
-    # 2. Make the method, and a flex with these tiles.
-    shape = Shape(heads, head_dim, train_length=1024)
-    if formula in WRITTEN:
-        method = Method(formula, shape, [WRITTEN[formula]()])
-        backends["flex"] = FlexAsWritten()
-    else:
-        method = make_method(FORMULAS[formula], shape)
-        backends["flex"] = Flex()
-    kind, *sizes = tiles.split("-")
-    options = [f"{kind}_{option}" for option in TILE_OPTIONS.get(kind, "").split()]
-    backends["flex"].tiles = dict(zip(options, map(int, sizes), strict=True))
-    return backends[backend], method.to(device)
+    remedy = f"Use BACKEND:FORMULA, BACKEND one of {', '.join(BACKENDS)}, FORMULA one of {', '.join(FORMULAS)}."
+    require(backend in BACKENDS and formula in FORMULAS, f"unknown variant {name!r}. {remedy}")
+    method = make_method(FORMULAS[formula], Shape(heads, head_dim, train_length=1024))
+    return BACKENDS[backend], method.to(device)
 
 
 def has_backward(backend: Backend, device: torch.device) -> bool:
