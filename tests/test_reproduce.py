@@ -267,9 +267,9 @@ def test_needles_by_distance_are_counted_over_seeds(tmp_path, call):
     first, shares = {"256": {"64": [3, 4], "128": [0, 5]}}, {"256": 0.8, "1024": 0.4, "4096": 0.0}
     for run, known in zip(runs, [first, counts, {}]):
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=needle_summary(run, shares, by_distance=known))
-    _, output = call("table_needle --scale mini --methods rope")
-    assert is_figure(tmp_path / "out" / "figures" / "table_needle_distances")
-    *_, near, far = rows_of(output.out.split("### By distance")[1])
+    _, output = call("needle_distances --scale mini --methods rope")
+    assert is_figure(tmp_path / "out" / "figures" / "needle_distances")
+    *_, near, far = rows_of(output.out)
     assert near == ["RoPE", "256", "1/1", "3/4", "2/10", ""]
     assert far == ["RoPE", "1024", "", "", "", "1/9"]
 

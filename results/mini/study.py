@@ -10,8 +10,9 @@ import re
 from configs.config import Config
 from configs.presets import preset
 from configs.runs import Run
-from configs.sweeps import SI, Scale, forms, tau_option, with_needle
+from configs.sweeps import PAPER_SWEEPS, SI, Scale, forms, tau_option, with_needle
 from model.methods.options import method_options
+from results.mini.distances import needle_distances
 from scripts.reproduce.drawing import Panel, draw_panels, row_lines
 from scripts.reproduce.figures import OPEN_CIRCLE
 from scripts.reproduce.needles import table_needle
@@ -98,6 +99,7 @@ SWEEPS = dict(
     table_rivals=rival_runs,
     needle_rivals=with_needle(rival_runs),
     needle_tau=with_needle(needle_runs),
+    needle_distances=PAPER_SWEEPS["table_needle"],
 )
 
 # ---- what the paper leaves open --------------------------------------------------------------------------------------
@@ -211,6 +213,13 @@ def table_rivals(study: Study) -> str:
 
 def needle_rivals(study: Study) -> str:
     study.trained_method_only = True
+    return needle_tau(study)
+
+
+def needle_tau(study: Study) -> str:
+    """Return the shares of needles found as Markdown. A section lists them by distance."""
+    if found := needle_distances(study):
+        study.sections += ["### By distance", found]
     return table_needle(study)
 
 
@@ -220,7 +229,8 @@ ITEMS = dict(
     scale_invariant_by_head=scale_invariant_by_head,
     table_rivals=table_rivals,
     needle_rivals=needle_rivals,
-    needle_tau=table_needle,
+    needle_tau=needle_tau,
+    needle_distances=needle_distances,
 )
 NUMBERS = {}
 TESTS = {}

@@ -99,7 +99,7 @@ def train_seeds(args: argparse.Namespace, track: str, seeds: list[int], mechanis
     open_split(config.data_dir, "train", config.vocab_size)  # raises UserError without data
 
     # 3. Training.
-    options = argparse.Namespace(runs_dir=runs_dir, sweep=f"record-{track}", slurm=None)
+    options = argparse.Namespace(runs_dir=runs_dir, sweep=f"record-{track}")
     train([run for run, state, _ in find_states(runs, options) if state in STARTING], args.jobs, program=program)
     plan = find_states(runs, options)
     print_plan(plan)

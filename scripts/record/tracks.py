@@ -6,7 +6,6 @@ A record is a dictionary with the numbers of a method, as in the record.json of 
 import collections
 import dataclasses
 import importlib.util
-import inspect
 import math
 import statistics
 import sys
@@ -24,7 +23,7 @@ from files import parse_object, read_bytes
 from measure.flops import forward_flops_per_token
 from model.gpt import GPT
 from model.methods import MECHANISMS, METHODS
-from model.methods.base import KINDS, Mechanism
+from model.methods.base import KINDS
 from runtime.log import num_parameters
 from scripts.shared.looks import series_label
 from scripts.shared.runs import StoredRun, final_losses, read_runs
@@ -62,25 +61,7 @@ def register(file: Path, name: str):
     own = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module_name]
     found = [x for x in own if issubclass(x, (*KINDS.values(),))]
     require(len(found) == 1, f"{file} has {len(found)} subclasses of a kind of model/methods/base.py. Define one.")
-    MECHANISMS[name] = adapt(found[0])
-
-
-def adapt(mechanism: type[Mechanism]) -> type[Mechanism]:
-    """Return a mechanism whose constructor takes a Shape. The first entries take num_heads, head_dim, train_length."""
-    parameters = inspect.signature(mechanism).parameters
-    if "shape" in parameters:
-        return mechanism
-
-    class Adapted(mechanism):
-        def __init__(self, shape, **options):
-            super().__init__(shape.num_heads, shape.head_dim, shape.train_length, **options)
-
-        @classmethod
-        def options(cls):
-            return {name: option for name, option in parameters.items() if option.default is not option.empty}
-
-    Adapted.__module__ = mechanism.__module__  # which `register` compares
-    return Adapted
+    MECHANISMS[name] = found[0]
 
 
 # ---- the numbers of a run and of a method ----------------------------------------------------------------------------

@@ -3,7 +3,7 @@ import torch
 from model.methods.base import ScoreChange
 
 class Root(ScoreChange):
-    def __init__(self, num_heads, head_dim, train_length, slope: float = 1.0):
+    def __init__(self, shape, slope: float = 1.0):
         super().__init__()
         self.slope = slope
 
