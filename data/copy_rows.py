@@ -8,7 +8,6 @@ The length of a segment is log-uniform from MIN_SEGMENT tokens to half a row. Ro
 random places of the train text, so that the first training steps already see documents from all of it.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -64,15 +63,3 @@ def _draw_segment(text: np.ndarray, row_length: int, rng: np.random.Generator) -
 def _draw_piece(text: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
     start = rng.integers(0, len(text) - length + 1)
     return text[start : start + length]
-
-
-def schedule_problem(
-    manifest: dict, length_schedule: Sequence[int], train_length: int, batch_tokens: int
-) -> str | None:
-    """Return how the copy rows of a data folder with this manifest differ from the sequences of a run, or None."""
-    rows = manifest.get("copy_rows", {}).get("row_lengths", [])
-    ends = itertools.accumulate(steps * batch_tokens for steps in length_schedule[1::2])
-    sequences = [*map(list, zip(length_schedule[::2], ends)), [train_length, None]]
-    if not rows or rows == sequences:
-        return None
-    return f"The copy rows fit other sequences: {rows} (tokens, end in the text), not {sequences}."

@@ -53,7 +53,7 @@ class PairedTests(NamedTuple):
         for row in rows:
             table.append([series_name(row["rival"]), row["measure"], str(row["seeds"]), difference_cell(row)])
         tests = len(self.measures) * len(self.rivals)
-        text = f"{series_name(self.ours)} (\u03c4 = 10) minus each rival, in {self.unit}: mean difference within seeds "
+        text = f"{series_name(self.ours)} minus each rival, in {self.unit}: mean difference within seeds "
         text += f"\u00b1 standard error. p: paired t-test after Holm's correction for {tests} tests. {self.note}"
         return [f"### {self.title}", text, markdown_table(table)]
 

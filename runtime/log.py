@@ -13,8 +13,7 @@ import numpy
 import torch
 
 from configs.config import Config, file_hash
-from data.copy_rows import schedule_problem
-from data.shards import TOKENIZER_FILE, copy_tokenizer, read_manifest
+from data.shards import TOKENIZER_FILE, copy_tokenizer
 from files import replace_text
 from model.attention.plan import Plan
 from model.gpt import GPT
@@ -125,9 +124,6 @@ class RunLog:
         self.print(f"model: {num_parameters(model):,} parameters, attention method {config.method}{options}")
         self.print(f"training: {config.steps} steps of {config.batch_tokens:,} tokens, in sequences of {lengths}")
         self.print(f"data: {data['tokens']:,} tokens, {epochs:.2f} epochs of {config.data_dir}")
-        manifest = read_manifest(config.data_dir) or {}
-        if problem := schedule_problem(manifest, config.length_schedule, config.train_length, config.batch_tokens):
-            self.print(problem)
 
         # 3. The code that computes it.
         for backend in dict.fromkeys(f"attention by {layer.backend.name}: {layer.why}" for layer in plan.layers):

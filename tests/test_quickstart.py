@@ -77,7 +77,6 @@ def test_a_short_quickstart_trains_every_method_and_repeats_nothing(books, capsy
     assert (runs / "quickstart.png").stat().st_size > 10_000
     alibi, other, *_ = folders = sorted(path for path in runs.iterdir() if path.is_dir())
     assert read_json(alibi / "config.json")["method_options"] == {"slope_scale": 4.0}
-    assert "copy rows fit other sequences" in (alibi / "log.txt").read_text()  # the rows fit 1,000 steps
     summary = read_json(alibi / "summary.json")
     losses = [f"{loss:.3f}" for loss in summary["val_loss"].values()]
     assert cells[2] == ["ALiBi", *losses, f"{summary['copy_gain']['random']['128']:.1f}"]
