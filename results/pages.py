@@ -16,7 +16,9 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     loss PLACE LENGTH SERIES         validation loss in nats per token
     late PLACE LENGTH SERIES         the same at positions from half of the training length on
     copy PLACE GAP SERIES            copy gain of random tokens in nats
+    recovery PLACE GAP SERIES        copy gain over copy gain within the training length (measure/copy_gain.py)
     far_gain PLACE CLASS SERIES      far gain in nats of a class of tokens
+    riffle PLACE END SERIES          riffle gain in nats, of the octave of positions that ends there
     time PLACE GAP SERIES            time to copy in millions of training tokens, of the runs that copy
     needle PLACE LENGTH SERIES       share of needles found by greedy decoding
     tokens PLACE SERIES              training tokens; also: parameters, val_tokens
@@ -29,7 +31,7 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     paper TABLE LENGTH SERIES        a number of the paper
 
 PLACE is a preset, a key of CHANGES, or NAMED. SERIES is a label of scripts.shared.looks.series_label, with the words of
-SHORT, or in NAMED the run's name without its seed. LENGTH and GAP are in tokens.
+SHORT and perhaps "masked" (document_mask), or in NAMED the run's name without its seed. LENGTH and GAP are in tokens.
 """
 
 import collections
@@ -52,6 +54,7 @@ SHORT = {"SI": SI, "QUARTER": "form=barbero share=0.25"}
 CHANGES = {
     "prose": {"data_dir": "data/books"},
     "far_books": {"data_dir": "data/books_far"},
+    "documents": {"data_dir": "data/blocks"},
 }  # folder of results/: fields
 
 # ---- the numbers -----------------------------------------------------------------------------------------------------
@@ -75,7 +78,8 @@ def numbers_of_run(file: Path, stored: StoredRun) -> dict:
     """Return the numbers of a kept run by name."""
     # 1. The place, and the series of the trained method.
     place = file.parent.name if file.parent.name in CHANGES else stored.line["preset"]
-    series = series_label(stored.config)
+    masked = " masked" if stored.config.masks_documents("train") else ""
+    series = series_label(stored.config) + masked
     if file.stem == NAMED:
         place, series = NAMED, stored.path.name.removesuffix(f"-s{stored.config.seed}")
     numbers = {f"{field} {place} {series}": stored.line[field] for field in ("tokens", "parameters", "val_tokens")}
@@ -85,7 +89,7 @@ def numbers_of_run(file: Path, stored: StoredRun) -> dict:
     # 2. Measures of the trained method, and of the methods with which its weights were validated.
     for kind, read in measures().items():
         for method in (None, *stored.config.validate_as):
-            label = series_label(stored.config, method) if method else series
+            label = series_label(stored.config, method) + masked if method else series
             for key, value in read(stored, method).items():
                 numbers[f"{kind} {place} {key} {label}"] = value
     return numbers
@@ -113,14 +117,14 @@ def p_values() -> dict:
         for row in differences(losses, SI, lengths, left_out):
             found[f"p {place} {title} loss {row['length']} {row['series']}"] = row["p_holm"]
     for module in studies():
-        uncorrected = {}  # of all tests of the study
+        home, uncorrected = module.__name__.split(".")[1], {}  # of all tests of the study
         for item, tests in module.TESTS.items():
-            for paired in tests(open_study(item, module.SCALE, module.SCALE)):
+            for paired in tests(open_study(item, module.SCALE, home)):
                 for row in paired.rows():
                     measure = re.sub(r", (\d*).*", r" \1", row["measure"]).strip()  # loss 4096, time to copy
                     name = f"{paired.title.lower()} {measure} {row['rival']}"
-                    found[f"p {module.SCALE} {name}"] = row["p_holm"]
-                    uncorrected[f"p {module.SCALE} all {name}"] = row["p"]
+                    found[f"p {home} {name}"] = row["p_holm"]
+                    uncorrected[f"p {home} all {name}"] = row["p"]
         found |= zip(uncorrected, holm([*uncorrected.values()]))
     return found
 

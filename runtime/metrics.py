@@ -11,7 +11,7 @@ Number = float | None  # null stands for a number that is not finite
 Pair = tuple[Number, Number]
 # The types of the fields of all records: of metrics.jsonl, summary.json, evaluation.json, a line of runs.jsonl.
 KINDS = {
-    int: "seed steps tokens distinct_tokens parameters train_length examples",
+    int: "seed steps tokens distinct_tokens parameters train_length examples riffle_documents",
     int | str: "step",
     str: "name preset model method haystack pretrained",
     str | None: "train validation tokenizer",
@@ -21,7 +21,9 @@ KINDS = {
     list[str]: "commit device torch started",
     int | dict[int, int]: "val_tokens",
     dict[int, Number]: "val_loss val_loss_before val_loss_own val_tokens_own greedy teacher_forcing",
-    dict[str, Number]: "lr max_logit attention_entropy far_gain far_gain_error far_tokens",
+    dict[str, Number]: (
+        "lr max_logit attention_entropy far_gain far_gain_error far_tokens riffle_gain riffle_gain_error"
+    ),
     dict[str, list[Number]]: "method_parameters",
     dict[str, Pair]: "far_loss",
     dict[int, list[Number]]: "val_loss_by_position val_loss_by_block",

@@ -123,7 +123,7 @@ REACH = "loss, 4096 tokens (16x); copy gain, 1024 tokens (4x)"
 FAR = "loss, 8192 tokens (16x); far gain, class far"
 ROTATION = "loss with the fast rotation; change from the published to the fast rotation"
 NAMES = "Scale-invariant p-RoPE, fastest pairs, share 0.25", "LogN+p-RoPE", "RoPE"
-MASKED = "; ".join(f"{kind}, {name}" for kind in ("loss, 8192 tokens", "far gain, class far") for name in NAMES)
+MASKED = "; ".join(f"{kind} of {name}" for kind in ("loss at 8192", "far gain") for name in NAMES)
 # Item, title, series, rivals, measures, seeds that were known.
 REGISTERED = f"""
 taught | Primary comparisons | {SI} | rope; logn_p_rope; {ALIBI} | {REACH} |

@@ -60,9 +60,9 @@ def tests(study: Study) -> list[PairedTests]:
 
     # 1. The mask, for each method.
     measures = {}
-    for kind, values in ((f"loss, {FAR_LENGTH} tokens", losses), ("far gain, class far", gains)):
+    for kind, values in ((f"loss at {FAR_LENGTH}", losses), ("far gain", gains)):
         for series in (FAST, *RIVALS):
-            label = f"{kind}, {series_name(series)}"
+            label = f"{kind} of {series_name(series)}"
             measures[label] = {name: values[mask].get(series, {}) for mask, name in MASKS.items()}
     of_mask = PairedTests("The mask", "masked", ["unmasked"], measures, "nats a token", note=note)
 

@@ -12,6 +12,7 @@ from scipy import stats
 
 from configs.runs import Run
 from configs.sweeps import SCALES, SI, Scale, forms
+from measure.copy_gain import recovery
 from measure.far_gain import CLASSES
 from results.far.heads import far_heads
 from results.paired import PairedTests, at
@@ -32,12 +33,12 @@ from results.taught.study import (
     rotation_runs,
     rotation_tests,
 )
-from scripts.reproduce.drawing import Line, Panel, draw_panels
+from scripts.reproduce.drawing import Line, Panel, draw_panels, row_lines
 from scripts.reproduce.study import BySeed, Study, samples
 from scripts.reproduce.tables import make_table
 from scripts.shared.looks import series_name
 from scripts.shared.runs import StoredRun, copy_gains, final_losses, measured
-from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr
+from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr, summarise
 
 SCALE = "far"
 
@@ -135,8 +136,18 @@ def times(stored: StoredRun, method: str | None) -> dict[int, float]:
     return {} if time is None else {stored.config.train_length // 8: time}
 
 
+def recoveries(stored: StoredRun, method: str | None) -> dict[int, float]:
+    """Return the recovery of the copy gain by gap."""
+    gains, errors = (measured(stored.summary, name).get("random", {}) for name in ("copy_gain", "copy_gain_error"))
+    if method or not errors:  # errors are not measured as other methods, nor in old runs
+        return {}
+    return {int(gap): ratio for gap, (ratio, _) in recovery(gains, errors, stored.config.train_length).items()}
+
+
 NUMBERS = dict(
     far_gain=lambda stored, method: far_gains(stored.summary, method),
+    riffle=lambda stored, method: measured(stored.summary, "riffle_gain", method),
+    recovery=recoveries,
     late=lambda stored, method: late_losses(stored.summary, method, stored.config.train_length // 2),
     time=times,
 )
@@ -222,7 +233,9 @@ def far(study: Study) -> str:
     looks = drawn_styles(study, DRAWN)
     draw_reach(study, looks)
     draw_time(study, looks)
-    figures = [study.figure_markdown(), study.figure_markdown(f"{study.item}_time")]
+    draw_curves(study, looks)
+    names = [study.item, f"{study.item}_time", f"{study.item}_curves"]
+    figures = [study.figure_markdown(name) for name in names]
 
     # 3. The tables.
     late = samples(study.by_seed(lambda summary, method: late_losses(summary, method, T // 2)))
@@ -321,6 +334,30 @@ def draw_time(study: Study, looks: dict[str, dict]):
         Panel("far gain by class of tokens", by_class, class_axes),
     ]
     draw_panels(study.figure_path(f"{study.item}_time"), [panels], x="", y="")
+
+
+def draw_curves(study: Study, looks: dict[str, dict]):
+    """Draw the loss at the training length and at 16 times it against training tokens, mean over seeds.
+
+    The last validation reads more text than the others, so it is left out.
+    """
+    losses = collections.defaultdict(list)
+    for series in looks:
+        for run, stored in study.finished:
+            method = study.series(run).get(series, "")
+            records = [] if method == "" else stored.validations()[:-1]
+            for record in records:
+                tokens = record["step"] * run.config.batch_tokens / 1e6
+                for length, loss in final_losses(record, method).items():
+                    losses[series, length, tokens].append(loss)
+    rows = [row for row in summarise(losses, "series", "length", "tokens") if row["tokens"] > 0]
+    panels = []
+    for ratio in (1, 16):
+        length = ratio * study.base_length
+        lines = row_lines([row for row in rows if row["length"] == length], "series", "tokens", looks)
+        panels.append(Panel(f"loss at {study.length_label(length)}", lines))
+    path = study.figure_path(f"{study.item}_curves")
+    draw_panels(path, [panels], x="M training tokens", y="nats a token", bands=True, sharey=True)
 
 
 ITEMS = dict(far=far, far_heads=far_heads, far_rotation=rotation, far_again=again)

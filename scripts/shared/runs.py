@@ -151,7 +151,7 @@ def with_evaluation(summary: dict, evaluation: dict) -> dict:
     if evaluation.get("step") != f"step_{summary['steps']:06d}":
         return summary
     comparable = single_val_tokens(evaluation) == single_val_tokens(summary)
-    prefixes = ("copy_", "far_", "val_loss") if comparable else ("copy_", "far_")
+    prefixes = ("copy_", "far_", "riffle_", *["val_loss"] * comparable)
     names = [name for name in evaluation if name.startswith(prefixes)]
     return summary | {name: join(evaluation[name], summary.get(name, {})) for name in names}
 
