@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection
 from typing import Literal
 
+import numpy as np
+
 from errors import UserError
 from files import fits
 
@@ -38,6 +40,9 @@ class Config:
     """Folder that holds the run folders."""
     seed: int = setting(0, at_least=0)
     """Seed of the initial weights. It does not change the order of the data."""
+    data_seed: int = setting(0, at_least=0)
+    """0: the steps read the text in its order. Another number: they read the same batches in a random order. Only steps
+    of the same sequence length change places."""
     resume: Literal["never", "auto"] = setting("never", hashed=False)
     """auto: continue from the latest checkpoint in the run folder. Without a checkpoint, start at step 0."""
     init_from: str = ""
@@ -197,6 +202,18 @@ class Config:
                 return length
             step -= steps
         return self.train_length
+
+
+def batch_order(config: Config) -> list[int]:
+    """Return the number of the batch of the text that each step reads."""
+    order = np.arange(config.steps)
+    if config.data_seed:
+        lengths = np.array([config.length_at(step) for step in range(config.steps)])
+        generator = np.random.default_rng(config.data_seed)
+        for length in config.train_lengths:
+            places = np.flatnonzero(lengths == length)
+            order[places] = generator.permutation(places)
+    return order.tolist()
 
 
 def check_fields(instance):

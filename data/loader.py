@@ -1,6 +1,7 @@
 """Batches: the tokens of training step n, and a check of the tokens of validation.
 
-Let B be batch_tokens. Step n = 0, 1, ... reads B + 1 tokens from token n B on, counted from the run's first token.
+Let B be batch_tokens. Step n = 0, 1, ... reads B + 1 tokens from token n B on, counted from the run's first token. With
+an `order` of the batches, it reads them from token order[n] B on.
 Inputs are these tokens without the last, targets are these tokens without the first. Sequence length, micro-batch size
 and number of processes do not change them. So a run that resumes on another number of GPUs sees the same tokens.
 Methods and lengths are compared on the same text.
@@ -81,6 +82,7 @@ class TrainLoader:
     world_size: int = 1
     first_token: int = 0
     start_step: int = 0
+    order: Sequence[int] = ()
     device: torch.device = torch.device("cpu")
 
     def __post_init__(self):
@@ -107,7 +109,8 @@ class TrainLoader:
     def _load(self, step: int) -> tuple[Tensor, int]:
         """Return inputs and targets of a step, (2, sequences, length) int64, and the size of a micro-batch."""
         share, length = self._share(step)
-        start = self.first_token + step * self.batch_tokens + share.start * length
+        batch_number = self.order[step] if step < len(self.order) else step
+        start = self.first_token + batch_number * self.batch_tokens + share.start * length
         tokens = self.stream.read(start, len(share) * length + 1, self.vocab_size)
         tokens = torch.from_numpy(tokens.astype("int64"))
         batch = torch.stack([tokens[:-1], tokens[1:]]).view(2, -1, length)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.command_line import read_config
-from configs.config import Config, describe_differences
+from configs.config import Config, batch_order, describe_differences
 from data.loader import TrainLoader, check_validation, rank_sequences
 from data.shards import TokenStream, open_split, tokenizer_of
 from data.sources import data_command
@@ -117,6 +117,7 @@ def build_loader(config: Config, world: World, text: TokenStream, progress: Prog
         world_size=world.world_size,
         first_token=progress.first_token,
         start_step=progress.step,
+        order=batch_order(config),
         device=world.device,
     )
 
@@ -245,11 +246,14 @@ def build_optimizers(config: Config, model: GPT, world: World) -> Optimizers:
 
 
 def trains_alike(config: Config, other: Config, steps: int) -> bool:
-    """Return True if the configurations differ only in later steps: the first steps have the same learning rates."""
+    """Return True if the configurations differ only in later steps. The first steps have equal rates and batches."""
     fields = ("steps", "schedule", "warmup_steps", "cooldown_steps", "length_schedule")
     longer = dataclasses.replace(other, **{field: getattr(config, field) for field in fields})
-    rates = [(lr_factor(run, step), run.length_at(step)) for run in (config, other) for step in range(steps)]
-    return not describe_differences(config, longer) and rates[:steps] == rates[steps:]
+    plans = []
+    for run in (config, other):
+        order = batch_order(run)[:steps]
+        plans.append([(lr_factor(run, step), run.length_at(step), batch) for step, batch in enumerate(order)])
+    return not describe_differences(config, longer) and plans[0] == plans[1]
 
 
 def accumulate(losses: Iterable[Tensor]) -> Tensor:

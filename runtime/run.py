@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.config import Config, describe_differences
+from configs.config import Config, batch_order, describe_differences
 from errors import UserError
 from files import replace_text
 from model.attention.plan import Plan
@@ -270,7 +270,8 @@ class Run:
             return
         self.whole = None
         step = self.progress.step
-        first_token = self.progress.first_token + (step - 1) * self.config.batch_tokens
+        number = batch_order(self.config)[step - 1] if step else 0
+        first_token = self.progress.first_token + number * self.config.batch_tokens
         shard, token = self.text.train.file_and_index(first_token)
         checkpoint = latest_checkpoint(self.path / "checkpoints") or "none"
         remedy = "Lower the learning rates, or use --on_nonfinite skip."

@@ -103,7 +103,7 @@ def test_lengths_in_tokens_are_scaled_by_one_factor(name, method, part, option, 
 # ---- the hash ----
 
 HASHED = set("""
-    seed init_from method method_options position_scale document_mask
+    seed data_seed init_from method method_options position_scale document_mask
     vocab_size num_layers num_heads model_dim train_length length_schedule batch_tokens
     steps schedule warmup_steps cooldown_steps muon_lr muon_momentum embedding_lr head_lr scalar_lr adam_betas adam_eps
 """.split())

@@ -12,6 +12,7 @@ from commands import exit_code, fails, names, python, read_json, refuses, succee
 from numpy.testing import assert_array_equal
 from tokenizers import Tokenizer, models
 
+from configs.config import Config, batch_order
 from data.loader import TrainLoader, check_validation
 from data.shard_writer import ShardWriter
 from data.shards import TokenStream, describe_shard, main, open_split, sha256_of, tokenizer_of
@@ -337,6 +338,19 @@ def test_steps_follow_each_other_and_begin_at_any_token(tmp_path):
     with load(stream, batch_tokens=12, start_step=2, first_token=7) as loader:
         inputs = [micro_batch[0] for _ in range(9) for micro_batch in next(loader)]
     assert_array_equal(torch.cat(inputs).ravel(), tokens_from(tokens, 31, 9 * 12))
+
+
+def test_a_data_seed_changes_the_order_of_batches_of_one_length(tmp_path):
+    settings = dict(steps=20, cooldown_steps=0, batch_tokens=12, train_length=6, length_schedule=(2, 4, 3, 7))
+    orders = [batch_order(Config(**settings, data_seed=seed)) for seed in range(4)]
+    assert orders[0] == [*range(20)] and len({*map(tuple, orders)}) == 4
+    for order in orders:
+        assert [sorted(order[:4]), sorted(order[4:11]), sorted(order)] == [[*range(4)], [*range(4, 11)], [*range(20)]]
+    stream, tokens = make_stream(tmp_path, 40, 33)
+    with load(stream, batch_tokens=12, start_step=18, order=orders[1]) as loader:
+        inputs = [torch.cat([micro_batch[0] for micro_batch in next(loader)]).ravel() for _ in range(3)]
+    for batch, number in zip(inputs, [*orders[1][18:], 20], strict=True):  # beyond the run, in the text's order
+        assert_array_equal(batch, tokens_from(tokens, 12 * number, 12))
 
 
 @pytest.mark.parametrize("length, world_size", [(25, 1), (30, 8)])

@@ -329,9 +329,11 @@ def test_a_run_is_extended_unless_its_learning_rate_has_cooled_down(data, copied
     longer = "--steps 30 --val_every 0"
     train_here(data, tmp_path / "short", f"{longer} --resume auto")
     assert_same_run(short, train_here(data, tmp_path / "long", longer))
-    before = contents(copied)
-    fails(capsys, f"--init_from {copied}", train_gpt.main, *arguments(data, copied.parent, f"{longer} --resume auto"))
-    assert contents(copied) == before
+    other = train_here(data, tmp_path / "other", "--cooldown_steps 0 --val_every 0 --data_seed 1")  # more steps reorder
+    for folder, seed in ((copied, 0), (other, 1)):
+        before, more = contents(folder), f"{longer} --data_seed {seed} --resume auto"
+        fails(capsys, f"--init_from {folder}", train_gpt.main, *arguments(data, folder.parent, more))
+        assert contents(folder) == before
 
 
 def test_finished_run_is_not_repeated(data, copied):
