@@ -24,6 +24,7 @@ from measure.flops import training_flops_per_token
 from measure.validation import Validation
 from model.attention.plan import Plan
 from model.scores import MAX_PAIRS, calibrated_parameters
+from optim.schedule import lr_factor
 from optim.sharded import Group, Optimizers
 from runtime.build import accumulate, build_loader, calibration_tokens, open_text
 from runtime.checkpoint import latest_checkpoint
@@ -43,7 +44,7 @@ PAPER_MODEL = "meta-llama/Llama-2-7b-hf"
 USED = (  # fields on the command line
     "method method_options data_dir train_length batch_tokens micro_batch_tokens seed val_lengths val_tokens val_every"
     " val_copy_gaps val_profile name runs_dir resume on_nonfinite device dtype save_every keep timeout wandb"
-    " wandb_project steps lr"
+    " wandb_project steps lr schedule warmup_steps cooldown_steps"
 ).split()
 
 
@@ -56,7 +57,7 @@ class Settings(Config):
     steps: int = setting(763, at_least=0)
     """Optimizer steps. 763 steps are 50 M tokens. 0, the default for rope and rope_ntk, validates without training."""
     lr: float = setting(2e-5, **RATE)
-    """Constant learning rate of AdamW for all parameters."""
+    """Peak learning rate of AdamW for all parameters. Without cooldown_steps, as in the paper, it is constant."""
 
 
 DEFAULTS = Settings(
@@ -106,7 +107,7 @@ def main():
             micro_batches = next(loader)
             losses = (model(x, y) / (config.batch_tokens / x.numel()) for x, y in micro_batches)
             loss, grad_norm = optimizers.reduce(accumulate(losses))
-            optimizers.step(1.0, torch.isfinite(loss + grad_norm))
+            optimizers.step(lr_factor(config, step), torch.isfinite(loss + grad_norm))
             run.log_step(step + 1, loss, grad_norm)
         loader.close()
     if config.steps and world.is_main and latest_checkpoint(run.path / "checkpoints"):  # else its weights are gone
