@@ -5,10 +5,10 @@ import functools
 import itertools
 import re
 from pathlib import Path
+from typing import Literal
 
 from configs.config import NOT_HASHED, Config, check_fields, config_hash, setting, with_changes
 from configs.presets import preset
-from errors import UserError
 
 SET_BY_SWEEPS = ("name", "runs_dir", "resume")  # scripts/sweep names and resumes the runs
 
@@ -18,16 +18,19 @@ class Needle:
     """Fine-tuning and scoring on the needle task (scripts/needle.py). The paper does not state how many examples it
     scores, and it has no curriculum."""
 
-    haystack: str = "c4"  # or "shards", the training data of the run
+    haystack: Literal["c4", "shards"] = "c4"
+    """c4, downloaded once, or shards: the training data of the run."""
     steps: int = setting(300, at_least=1)
-    sequences: int = setting(64, at_least=1)  # per step
-    examples: int = setting(500, at_least=1)  # per scored length
-    curriculum: int = setting(0, at_least=0)  # tokens of prompt and response in the first half of the steps; 0: off
+    """Fine-tuning steps."""
+    sequences: int = setting(64, at_least=1)
+    """Sequences per step."""
+    examples: int = setting(500, at_least=1)
+    """Scored prompts per length."""
+    curriculum: int = setting(0, at_least=0)
+    """Tokens of prompt and response in the first half of the steps. 0: as in the second half."""
 
     def __post_init__(self):
         check_fields(self)
-        if self.haystack not in ("c4", "shards"):
-            raise UserError(f"haystack {self.haystack!r} is unknown. Use c4 or shards.")
 
     def __str__(self) -> str:
         return " ".join(self.arguments)

@@ -4,6 +4,9 @@
     python -m scripts.needle runs/mini-*-s?/ --scale mini        the settings of another scale (configs/sweeps.py)
     python -m scripts.needle runs/a --haystack shards --lengths 4096 16384 --examples 200
 
+The settings are --haystack (c4 or shards, the run's own text), --steps and --sequences of fine-tuning, --curriculum and
+--examples (scored prompts a length).
+
 Fine-tuning uses the run's training length, optimizers and peak learning rates. The learning rate warms up for a third
 of the steps, stays constant for a third, and falls to zero. The loss is on the response alone. --curriculum shortens
 the prompts in the first half of the steps, because small models learn short prompts first. The paper does not use it.
@@ -22,6 +25,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from configs.command_line import read_fields
 from configs.config import Config, config_hash
 from configs.sweeps import SCALES, Needle
 from data.loader import micro_batch_size
@@ -52,17 +56,11 @@ def main():
     add = parser.add_argument
     parser.add_runs()
     add("--lengths", nargs="+", type=int, help="tokens per prompt (default: 1, 4, 16 x train_length)")
-    add("--scale", default="paper", choices=SCALES, help="gives the defaults of the next five options")
-    add("--haystack", choices=["c4", "shards"], help=f"c4 (cached in {C4}), or the run's own shards")
-    add("--steps", type=int, help="fine-tuning steps")
-    add("--sequences", type=int, help="sequences per step (paper: 64)")
-    add("--curriculum", type=int, help="tokens per sequence in the first half of the steps (0: off)")
-    add("--examples", type=int, help="scored prompts per length")
+    add("--scale", default="paper", choices=SCALES, help="gives the defaults of the other settings")
     parser.add_device()
     add("--compile", default="auto", choices=["auto", "on", "off"])
-    args = parser.parse_args()
-    given = {name: value for name, value in vars(args).items() if name in vars(Needle()) and value is not None}
-    needle = dataclasses.replace(SCALES[args.scale].needle, **given)
+    args, settings = parser.parse_known_args()
+    needle = dataclasses.replace(SCALES[args.scale].needle, **read_fields(settings, Needle()))
     device = start_processes(args.device).device
     for path in args.runs:
         run(path, needle, args.lengths, device, args.compile)
