@@ -125,20 +125,14 @@ def test_scale_invariant_attention_alone_has_a_table(name):
     assert (len(tables), options.get("num_stages")) == ((1, 2) if name == "scale_invariant" else (0, None))
 
 
-def test_measured_tiles_join_the_options_of_their_gpu_dtype_and_head_dimension(monkeypatch):
-    backend, tiles = flex.Flex(), dict(fwd_BLOCK_M=64, fwd_num_stages=3, bwd_num_warps=4)
-    def options(queries=256, head_dim=16, dtype=torch.bfloat16):
-        plan = LayerPlan(backend, 3, head_dim, queries, queries, dtype=dtype)
+def test_tiles_join_the_options_of_many_queries():
+    backend = flex.Flex()
+    def options(queries=256):
+        plan = LayerPlan(backend, 3, 16, queries, queries, dtype=torch.bfloat16)
         return backend.prepare(plan, ScaleInvariant(Shape(3, 16, 64)))["kernel_options"]
-    before = options()
-    monkeypatch.setitem(flex.TILES, ((9, 0), torch.bfloat16, 16), tiles)
-    assert options() == before | tiles
-    assert options(dtype=torch.float16) == options(head_dim=32) == before
-    assert not options(queries=100).keys() & tiles.keys()
-    backend.tiles = dict(fwd_BLOCK_M=32)
-    assert options() == before | tiles | backend.tiles
-    monkeypatch.setattr(flex, "capability", lambda device: (8, 0))
-    assert options() == before | backend.tiles
+    before, few = options(), options(queries=100)
+    backend.tiles = dict(fwd_BLOCK_M=64, fwd_num_stages=3, bwd_num_warps=4)
+    assert options() == before | backend.tiles and options(queries=100) == few
 
 
 # ---- compiled, or an error -------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ print(json.dumps([[(name, str(graph.graph).count("higher_order.flex_attention"))
     for model in graphs]))
 
 method = make_method("scale_invariant_nope", Shape(2, 128, 64))
-with mock.patch.dict(flex.TILES, {((9, 0), torch.bfloat16, 128): tiles}):
+with mock.patch.object(flex.Flex, "tiles", tiles):
     graphs = flex_code.trace_attention(method, 1024, torch.bfloat16)
 size = re.compile(r"(BLOCK_[MN]\\d?|num_warps|num_stages)(?: : tl.constexpr)? ?= ?(\\d+)")
 print(json.dumps([size.findall(flex_code.lower(*graph, 90)) for graph in graphs]))

@@ -26,17 +26,15 @@ FLASH_QUERY_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: queries
 LARGEST_QUERY_TILE = 256
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIMS = range(16, 129, 8)  # up to 128, a tile has as many keys as a block of the mask
-# Tiles of `flex` that were measured to be faster than torch's, by compute capability, dtype and head dimension. Options
-# of FlexKernelOptions get a prefix: dict(fwd_BLOCK_M=128, fwd_num_warps=8, bwd_BLOCK_M1=64, bwd_num_stages=3). Options
-# with a prefix win over options without, so an entry wins over the num_stages that `prepare` sets.
-TILES: dict[tuple[tuple[int, int], torch.dtype, int], dict[str, int]] = {}
 
 
 class Flex(Backend):
     name = "flex"
     supported = ("key_bias", "window", "sink", "skip_first")
     masks_documents = True
-    tiles: dict[str, int] = {}  # these options replace equal options of TILES
+    # Other tiles than torch's, as options of FlexKernelOptions with a prefix: dict(fwd_BLOCK_M=128, bwd_num_stages=3).
+    # Options with a prefix win over options without, so they win over the num_stages that `prepare` sets.
+    tiles: dict[str, int] = {}
 
     def unsupported(self, method, device, dtype):
         if method.replacement is not None:
@@ -60,7 +58,7 @@ class Flex(Backend):
             # an A100 and 2 KB on an H100, so key biases might not fit. By estimate, a load ends within an iteration.
             kernel_options["num_stages"] = 2
         if plan.query_length >= BLOCK:  # fewer queries run in another kernel, which these tiles do not fit
-            kernel_options |= TILES.get((capability(plan.device), plan.dtype, plan.head_dim), {}) | self.tiles
+            kernel_options |= self.tiles
         score_mod = without_first_key(make_function(score_change, plan), score_change)
         return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=kernel_options)
 
