@@ -11,11 +11,10 @@ from pathlib import Path
 
 from configs.config import NOT_HASHED, Config
 from configs.presets import PRESETS, preset
-from data.shards import read_manifest
 from errors import exit_on_user_error, require
 from files import replace_text, to_json
 from scripts.shared.arguments import Parser
-from scripts.shared.runs import StoredRun, data_fingerprint, read_run, read_runs, single_val_tokens, val_tokens
+from scripts.shared.runs import StoredRun, read_run, read_runs, single_val_tokens, val_tokens
 
 TOP_LEVEL = ("method", "method_options", "seed")  # fields that are keys of the line, not of "changes"
 # Fields that the tables need, although config_hash ignores them:
@@ -26,7 +25,7 @@ copy_gain_error copy_accuracy copy_loss_as far_loss far_gain far_gain_error far_
 val_loss_own val_tokens_own riffle_gain riffle_gain_error riffle_documents
 """.split()
 LOGGED = ("commit", "device", "torch", "started")  # lists, because a resumed run logs them again
-DATA = ("train", "validation", "tokenizer", "copy_rows")
+DATA = ("train", "validation", "tokenizer")
 NEEDLE = "haystack steps sequences curriculum examples pretrained greedy teacher_forcing by_distance as".split()
 CURVE = ("step", "val_loss", "val_loss_as", "copy_gain")
 
@@ -65,8 +64,6 @@ def make_line(stored: StoredRun) -> dict:
     # 2. Where and on which text the run was made.
     line |= {key: values for key in LOGGED if (values := stored.logged(key)) != ["unknown"]}
     line["data"] = select(stored.data, DATA) or {"train": summary["data"]}
-    if "copy_rows" not in line["data"] and stored.text == data_fingerprint(config):
-        line["data"] |= select(read_manifest(Path(config.data_dir)), ["copy_rows"])
 
     # 3. The results, at the end and during training.
     line["val_tokens"] = single_val_tokens(summary)

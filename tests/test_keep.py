@@ -55,10 +55,9 @@ def test_pages_from_lines_equal_pages_from_run_folders(tmp_path, call):
 def test_a_line_is_replaced_and_keeps_copy_gain_and_changed_fields(tmp_path, call):
     changes = dict(steps=400, cooldown_steps=183, length_schedule=(64, 20), dtype="float32", wandb_project="x")
     first, second, *_ = sweep("table_losses", "mini", changes=changes)
-    gain, rows = {"random": {"128": 2.5}}, dict(share=0.5, row_lengths=[[64, 1000]])
+    gain = {"random": {"128": 2.5}}
     folder = write_run(tmp_path / "runs", first, same(first), steps=(0, 400), copy_gain=gain)
     other = write_run(tmp_path / "runs", second, same(second), steps=(0, 400))
-    update_json(folder / "data.json", copy_rows=rows)
 
     def keep_again():
         assert call(keep_command, folder, other, "--to", "runs.jsonl")[0] == 0
@@ -69,7 +68,7 @@ def test_a_line_is_replaced_and_keeps_copy_gain_and_changed_fields(tmp_path, cal
     fields = dict(steps=400, length_schedule=[64, 20], dtype="float32")
     assert kept.line["changes"] | fields == fields | dict(validate_as=kept.line["changes"]["validate_as"])
     assert config_hash(kept.config) == config_hash(first.config) and kept.config.length_schedule == (64, 20)
-    assert kept.data["copy_rows"] == rows and kept.summary["copy_gain"] == gain
+    assert kept.summary["copy_gain"] == gain
     update_json(folder / "summary.json", val_loss=kept.summary["val_loss"] | {"256": 3.0})
     assert [run.summary["val_loss"]["256"] for run in keep_again()] == [3.0, 4.0]
 

@@ -5,6 +5,7 @@ import statistics
 from configs.presets import preset
 from configs.runs import Run
 from configs.sweeps import SI, Scale, forms
+from data.python_source import COPY_ROWS
 from measure.flops import training_flops_per_token
 from results.paired import PairedTests, at
 from results.reach import draw_reach, reach_tables
@@ -209,9 +210,7 @@ def taught(study: Study) -> str:
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
     text += "loss of their second copy, in nats per token, by tokens between the copies. Mean \u00b1 standard error "
     text += f"over seeds. In brackets: multiples of the training length of {T} tokens."
-    copy_rows = [stored.data["copy_rows"] for _, stored in study.finished if stored.data.get("copy_rows")]
-    if copy_rows:
-        text += f" {copy_rows[0]['share']:.0%} of the training rows are copy rows."
+    text += f" {COPY_ROWS:.0%} of the training rows are copy rows."
     tables = reach_tables(study, [round(ratio * T) for ratio in GAP_RATIOS])
     return "\n\n".join([text, study.figure_markdown(), *tables, cost_table(study)])
 
