@@ -27,7 +27,6 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     seeds NAME [- NAME]              its number of seeds
     p PLACE TITLE MEASURE SERIES     p-value after Holm's correction, of a section of PLACE/tables.md; its format is "p"
     p PLACE all TITLE ...            the same after one correction over all tests of the study
-    p PLACE welch MEASURE SERIES     the same as of section "differences", but with a variance for each method
     paper TABLE LENGTH SERIES        a number of the paper
 
 PLACE is a preset, a key of CHANGES, or NAMED. SERIES is a label of scripts.shared.looks.series_label, with the words of
@@ -43,7 +42,7 @@ from errors import require
 from files import replace_text
 from scripts.reproduce.comparisons import differences, format_p, holm
 from scripts.reproduce.study import Study
-from scripts.reproduce.tables import paper_targets, read_losses, trained_methods
+from scripts.reproduce.tables import paper_targets, read_losses
 from scripts.shared.looks import series_label
 from scripts.shared.runs import StoredRun, copy_gains, final_losses, read_runs
 from scripts.shared.sweeps import RESULTS, studies
@@ -109,13 +108,10 @@ def measures() -> dict:
 def p_values() -> dict:
     """Return the p-values of the comparisons in tables.md, by name."""
     found = {}
-    for place, title in (("mini", "differences"), ("prose", "differences"), ("mini", "welch")):
-        study = open_study("table_losses", "mini", place)
-        losses, lengths = read_losses(study)
-        # Without the variance of any series, there is no common variance, and each test is Welch's.
-        left_out = trained_methods(study) if title == "differences" else {series for series, _ in losses}
-        for row in differences(losses, SI, lengths, left_out):
-            found[f"p {place} {title} loss {row['length']} {row['series']}"] = row["p_holm"]
+    for place in ("mini", "prose"):
+        losses, lengths = read_losses(open_study("table_losses", "mini", place))
+        for row in differences(losses, SI, lengths):
+            found[f"p {place} differences loss {row['length']} {row['series']}"] = row["p_holm"]
     for module in studies():
         home, uncorrected = module.__name__.split(".")[1], {}  # of all tests of the study
         for item, tests in module.TESTS.items():

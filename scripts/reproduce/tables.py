@@ -26,7 +26,7 @@ def table_losses(study: Study, compared: bool = True) -> str:
     """Return the table of losses as Markdown. compared: add a section with the differences to our method."""
     losses, lengths = read_losses(study)
     if compared:
-        study.sections = compare(study, losses, reference_of(study), lengths, trained_methods(study))
+        study.sections = compare(study, losses, reference_of(study), lengths)
     text = (
         "Validation loss at the end of training, in nats per token: mean \u00b1 standard error over seeds. Columns: "
         "validation length in tokens (and as a multiple of the training length)."
