@@ -30,7 +30,7 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     paper TABLE LENGTH SERIES        a number of the paper
 
 PLACE is a preset, a key of CHANGES, or NAMED. SERIES is a label of scripts.shared.looks.series_label, with the words of
-SHORT and perhaps "masked" (document_mask), or in NAMED the run's name without its seed. LENGTH and GAP are in tokens.
+SHORT, perhaps "masked" (document_mask) and "order=1" (data_seed), or in NAMED the run's name without its seed. LENGTH and GAP are in tokens.
 """
 
 import collections
@@ -77,8 +77,10 @@ def numbers_of_run(file: Path, stored: StoredRun) -> dict:
     """Return the numbers of a kept run by name."""
     # 1. The place, and the series of the trained method.
     place = file.parent.name if file.parent.name in CHANGES else stored.line["preset"]
-    masked = " masked" if stored.config.masks_documents("train") else ""
-    series = series_label(stored.config) + masked
+    form = " masked" if stored.config.masks_documents("train") else ""
+    if stored.config.data_seed:
+        form += f" order={stored.config.data_seed}"
+    series = series_label(stored.config) + form
     if file.stem == NAMED:
         place, series = NAMED, stored.path.name.removesuffix(f"-s{stored.config.seed}")
     numbers = {f"{field} {place} {series}": stored.line[field] for field in ("tokens", "parameters", "val_tokens")}
@@ -88,7 +90,7 @@ def numbers_of_run(file: Path, stored: StoredRun) -> dict:
     # 2. Measures of the trained method, and of the methods with which its weights were validated.
     for kind, read in measures().items():
         for method in (None, *stored.config.validate_as):
-            label = series_label(stored.config, method) + masked if method else series
+            label = series_label(stored.config, method) + form if method else series
             for key, value in read(stored, method).items():
                 numbers[f"{kind} {place} {key} {label}"] = value
     return numbers

@@ -126,7 +126,7 @@ def kept_summaries(place):
     """Return the lines of the kept runs, also as other methods: {(series, seed): line}."""
     found = {}
     for run in read_runs(ROOT / f"results/{place}/runs.jsonl"):
-        if run.line["preset"] != place:
+        if run.line["preset"] != place or run.config.data_seed:
             continue
         found[series_label(run.config), run.config.seed] = run.line
         for method in run.config.validate_as:

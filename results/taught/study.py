@@ -22,6 +22,7 @@ SCALE = "taught"
 QUARTER = {"form": "barbero", "share": 0.25}
 MOMENTS = {"learn_moments": True}
 NOPE = "scale_invariant_nope"
+ORDERS = (1, 2, 3, 4)  # values of data_seed
 # The paper's bases, 10,000 for RoPE and 1024 for p-RoPE, are for 4096 tokens. These are for 256.
 BASE, ROPE_BASE = {"base": 64.0}, {"base": 625.0}
 PRIMARY = [
@@ -100,7 +101,15 @@ def rotation_runs(scale: Scale) -> list[Run]:
     return in_turn(scale, *groups, [("nope", {}), ("logn", {}), (NOPE, {})])
 
 
-SWEEPS = dict(taught=taught_runs, taught_rivals=rival_runs, taught_rotation=rotation_runs)
+def order_runs(scale: Scale) -> list[Run]:
+    """Return the runs of two score rules with the fast rotation: all seeds, and seed 0 with four orders of the data."""
+    runs = forms(scale.base, [(SI, QUARTER), ("logn_p_rope", QUARTER)], scale.seeds)
+    for run in runs[:: len(scale.seeds)]:  # of the first seed
+        runs = runs + [Run(run.preset, run.changes | {"data_seed": order}) for order in ORDERS]
+    return runs
+
+
+SWEEPS = dict(taught=taught_runs, taught_rivals=rival_runs, taught_rotation=rotation_runs, taught_order=order_runs)
 
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
@@ -248,5 +257,31 @@ def rotation(study: Study) -> str:
     return "\n\n".join([text, *reach_tables(study, gaps)])
 
 
+def order(study: Study) -> str:
+    """Return a table with the spread of the loss over seeds and over orders of the data, as Markdown."""
+    # 1. The losses at 16 training lengths: of all seeds in the text's order, and of the first seed in all orders.
+    length, first = 16 * study.base_length, min(run.config.seed for run in study.runs)
+    found = {}
+    for run, stored in study.finished:
+        (series,) = study.series(run)
+        loss = final_losses(stored.summary)[length]
+        if not run.config.data_seed:
+            found.setdefault((series, "5 seeds, one order"), []).append(loss)
+        if run.config.seed == first:
+            found.setdefault((series, "one seed, 5 orders"), []).append(loss)
+
+    # 2. The table.
+    rows = [["method", "runs", "number", "mean", "standard deviation", "lowest", "highest"]]
+    for (series, group), losses in sorted(found.items()):
+        if len(losses) < 2:
+            continue
+        numbers = statistics.fmean(losses), statistics.stdev(losses), min(losses), max(losses)
+        rows.append([series_name(series), group, str(len(losses)), *(f"{number:.3f}" for number in numbers)])
+    text = f"Loss at {length} tokens, nats per token. A seed changes the initial weights. An order of the data "
+    text += "(`data_seed`) changes the places of the batches of one sequence length. The run with seed 0 in the text's "
+    text += "order is in both groups."
+    return f"{text}\n\n{markdown_table(rows)}"
+
+
 NUMBERS = {}
-ITEMS = dict(taught=taught, taught_rivals=taught, taught_rotation=rotation)
+ITEMS = dict(taught=taught, taught_rivals=taught, taught_rotation=rotation, taught_order=order)
