@@ -30,7 +30,8 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     paper TABLE LENGTH SERIES        a number of the paper
 
 PLACE is a preset, a key of CHANGES, or NAMED. SERIES is a label of scripts.shared.looks.series_label, with the words of
-SHORT, perhaps "masked" (document_mask) and "order=1" (data_seed), or in NAMED the run's name without its seed. LENGTH and GAP are in tokens.
+SHORT, and perhaps "masked" (document_mask) and "order=1" (data_seed). In NAMED, it is the run's name without its seed.
+LENGTH and GAP are in tokens.
 """
 
 import collections
