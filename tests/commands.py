@@ -15,6 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 parametrize = pytest.mark.parametrize
 slow = pytest.mark.slow  # not part of the quick form of the tests
+shared = pytest.fixture(scope="module")  # by the tests of a file
+promise = pytest.mark.promise  # of docs/reliability.md, see conftest.py
+CORRUPTION = promise(12, "flipped bits in checkpoints and in the memory of a rank are found")
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 

@@ -82,6 +82,12 @@ def tiny_run(tmp_path_factory):
     return train_tiny_run(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module")
+def shared_path(tmp_path_factory):
+    """Return a folder for fixtures that are `shared`, as tmp_path is for a test."""
+    return tmp_path_factory.mktemp("shared")
+
+
 @pytest.fixture
 def copied(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "runs" / "run")

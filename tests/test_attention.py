@@ -21,7 +21,7 @@ from attention_cases import (
     random_documents,
     skip_unless_runs,
 )
-from commands import refuses
+from commands import parametrize, refuses, slow
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import flex_attention as torch_flex
 
@@ -60,11 +60,11 @@ def can_run(backend, name):
     return backend == "flex" or BACKENDS[backend].unsupported(make_case(name), CPU, torch.float32) is None
 
 
-CASES = [pytest.param(backend, name, marks=[pytest.mark.slow] * (backend in SLOW))
+CASES = [pytest.param(backend, name, marks=[slow] * (backend in SLOW))
          for backend in FAST + SLOW for name in MECHANISMS if can_run(backend, name)]
 
 
-@pytest.mark.parametrize("backend, name", CASES)
+@parametrize("backend, name", CASES)
 def test_values_and_gradients_are_the_formula_s(backend, name, flex_with_gradients):
     for length in (1, 140) if backend in SLOW else (1, 2, 127, 128, 129, 300):
         check(backend, make_case(name), length, weigh_output=1.0)
@@ -74,13 +74,13 @@ def test_values_and_gradients_are_the_formula_s(backend, name, flex_with_gradien
 WITHOUT_INPUT = [case for case in CASES if not make_case(case.values[1]).needs_input]
 
 
-@pytest.mark.parametrize("backend, name", WITHOUT_INPUT)
+@parametrize("backend, name", WITHOUT_INPUT)
 def test_the_last_queries_alone_are_the_formula_s(backend, name, flex_with_gradients):
     for queries in (1, 17) if backend in SLOW else (1, 17, 130):
         check(backend, make_case(name), 300, queries=queries)
 
 
-@pytest.mark.parametrize("backend, name", [
+@parametrize("backend, name", [
     case for case in CASES
     if BACKENDS[case.values[0]].masks_documents and not make_case(case.values[1]).skip_first
 ])
@@ -91,15 +91,15 @@ def test_attention_within_documents_is_the_formula_s(backend, name, flex_with_gr
             check(backend, method, length, queries=queries, starts=random_documents(length), weigh_output=1.0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ["blocks", "cpu"])
+@parametrize("layout", LAYOUTS)
+@parametrize("backend", ["blocks", "cpu"])
 def test_any_layout_in_memory(backend, layout):
     method = make_case("scale_invariant")
     skip_unless_runs(backend, method)
     check(backend, method, 33, layout=layout)
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
+@parametrize("name", MECHANISMS)
 def test_gradients_of_recomputed_blocks(name, monkeypatch):
     method = make_case(name)
     monkeypatch.setattr(blocks, "RECOMPUTE_LENGTH", 1)
@@ -107,7 +107,7 @@ def test_gradients_of_recomputed_blocks(name, monkeypatch):
         check("blocks", method, 300, queries=queries)
 
 
-@pytest.mark.parametrize("name, recompute_length", [("scale_invariant", 1), ("logn", 4096), ("all", 4096)])
+@parametrize("name, recompute_length", [("scale_invariant", 1), ("logn", 4096), ("all", 4096)])
 def test_gradients_of_traced_blocks(name, recompute_length, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(blocks, "RECOMPUTE_LENGTH", recompute_length)
@@ -115,14 +115,14 @@ def test_gradients_of_traced_blocks(name, recompute_length, monkeypatch):
     check("blocks", make_case(name), 150, run=traced)
 
 
-@pytest.mark.slow
+@slow
 def test_gradients_of_compiled_attention():
     """The backend is chosen automatically. The C++ kernel, where it can run, is one operation of the graph."""
     torch._dynamo.reset()
     check("auto", make_case("all"), 150, run=torch.compile(attention.attend, dynamic=False, fullgraph=True))
 
 
-@pytest.mark.parametrize("backend", FAST)
+@parametrize("backend", FAST)
 def test_a_replacement_takes_the_softmax_of_any_backend(backend):
     """Infini-attention by this backend is the same in float64, which test_methods holds to reference.py."""
     method = make_case("rope | infini segment_length=50")
@@ -139,14 +139,14 @@ def test_recomputed_blocks_keep_no_weights_for_the_backward_pass(monkeypatch):
     assert max(sizes) <= QUERY_BLOCK * 300  # the weights of a block are 3 times as many, one of each head
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@parametrize("name", MECHANISMS)
+@parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_auto_on_cuda_is_sdpa_where_the_logits_are_left_alone_and_flex_elsewhere(name, dtype):
     plain = name in ("nope", "rope", "logn")
     assert choose_backend(make_case(name), CUDA, dtype)[0].name == ("sdpa" if plain else "flex")
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
+@parametrize("name", MECHANISMS)
 def test_auto_on_a_cpu_is_its_kernel_where_that_can_run(name):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         expected = "blocks" if BACKENDS["cpu"].unsupported(make_case(name), CPU, dtype) else "cpu"
@@ -168,7 +168,7 @@ def test_cudnn_takes_no_mask(monkeypatch):
     assert allowed == [False, True]
 
 
-@pytest.mark.parametrize("backend, name, field", [
+@parametrize("backend, name, field", [
     ("flash", "rope", "'flash'"),
     ("sdpa", "alibi", "sdpa"),
     ("sdpa", "window", "sdpa.*window"),
@@ -184,7 +184,7 @@ def test_a_backend_that_cannot_run_is_refused(backend, name, field):
         make_plan(make_case(name), 5, 5, backend=backend)
 
 
-@pytest.mark.parametrize("queries, keys, options", [
+@parametrize("queries, keys, options", [
     (0, 5, {}),
     (6, 5, {}),
     (5, 5, dict(target_length=4)),
@@ -201,8 +201,8 @@ def test_the_formula_imports_none_of_the_code_under_test():
     assert imported == {"torch", "errors", "model.methods.base", "model.tensors"}
 
 
-@pytest.mark.parametrize("backend", ["blocks", "cpu"])
-@pytest.mark.parametrize("name, times", [("scale_invariant", 1), ("learned", 4)])
+@parametrize("backend", ["blocks", "cpu"])
+@parametrize("name, times", [("scale_invariant", 1), ("learned", 4)])
 def test_only_learned_functions_are_prepared_again_in_each_pass(backend, name, times, monkeypatch):
     method, prepared, prepare = make_case(name), [], BACKENDS[backend].prepare
     skip_unless_runs(backend, method)

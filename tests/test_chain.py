@@ -10,7 +10,7 @@ import random
 import re
 
 import pytest
-from commands import exit_code, read_json, slow
+from commands import exit_code, read_json, shared, slow
 from test_train import steps_and_validations
 from tiny_run import sweeps_in_this_process
 
@@ -36,10 +36,10 @@ def run(main, *argv, code=0):
     return output.getvalue()
 
 
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory):
+@shared
+def chain(shared_path):
     """Return the folder with data/ and runs/, the runs of the table, and the output of each command by name."""
-    folder, generator = tmp_path_factory.mktemp("chain"), random.Random(0)
+    folder, generator = shared_path, random.Random(0)
     vocabulary = ["".join(generator.choices("abcdefgh", k=5)) for _ in range(300)]
     for i in range(400):
         (folder / f"{i}.txt").write_text(" ".join(generator.choices(vocabulary, k=generator.randint(50, 400))))

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 import torch
 from commands import exit_code, fails, parametrize, refuses, table
+from pytest import approx
 from test_methods import NAMES
 
 import train_gpt
@@ -74,9 +75,9 @@ def test_the_presets_are_the_papers(name, train_length, tokens, paper, steps, fa
     c = preset(name)
     papers = read_run(f"{name} --train_length {train_length} {paper}".split())
     assert c == dataclasses.replace(papers, name=c.name, muon_lr=c.muon_lr) and c.method_options == {}
-    assert c.muon_lr == pytest.approx(papers.muon_lr)
-    assert c.steps * c.batch_tokens == pytest.approx(tokens, rel=1e-3)
-    assert [lr_factor(c, step) for step in steps] == pytest.approx(factors)
+    assert c.muon_lr == approx(papers.muon_lr)
+    assert c.steps * c.batch_tokens == approx(tokens, rel=1e-3)
+    assert [lr_factor(c, step) for step in steps] == approx(factors)
 
 
 @table("method, part, option, of_the_paper, scaled", """
@@ -164,7 +165,7 @@ BAD_VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value, field", [(value, field) for value, fields in BAD_VALUES for field in fields.split()])
+@parametrize("value, field", [(value, field) for value, fields in BAD_VALUES for field in fields.split()])
 def test_a_bad_value_is_refused_in_one_line_that_names_the_field(value, field):
     with refuses(field):
         Config(**{field: value})
@@ -230,7 +231,7 @@ def test_a_misspelt_option_ends_every_command_before_it_starts(command, argument
     fails(capsys, "'basse'", command.main, *f"{arguments} --data_dir /nowhere --method_options basse 64".split())
 
 
-@pytest.mark.parametrize("main, arguments, named", [
+@parametrize("main, arguments, named", [
     (sweep.main, "all --jobs x", "--jobs"), (record.main, "fly", "fly"), (reproduce.main, "nothing", "nothing"),
     (evaluate.main, "--far 1", "RUN"), (bench.main, "attention --fly", "--fly"), (doctor.main, "mini --fly", "--fly"),
 ])

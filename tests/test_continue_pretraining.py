@@ -13,12 +13,14 @@ from commands import (
     parametrize,
     python,
     read_json,
+    shared,
     slow,
     succeeds,
     table,
     update_json,
     write_files,
 )
+from pytest import approx
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
 
@@ -45,14 +47,13 @@ FIELDS = "--dtype bfloat16 --device cpu --train_length 64 --batch_tokens 256 --m
 --keep 2 --val_lengths 64 256 1024 --val_tokens 1024 --lr 0.001 --name run"
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
+@shared
+def place(shared_path):
     """A folder with model/, data/ and its text/."""
-    folder = tmp_path_factory.mktemp("llama")
-    save_model(folder / "model", **SIZES)
-    write_files(folder / "text", {f"{number}.txt": text for number, text in enumerate(texts(60))})
-    prepare([folder / "text"], folder / "data", str(folder / "model"), val_fraction=0.3)
-    return folder
+    save_model(shared_path / "model", **SIZES)
+    write_files(shared_path / "text", {f"{number}.txt": text for number, text in enumerate(texts(60))})
+    prepare([shared_path / "text"], shared_path / "data", str(shared_path / "model"), val_fraction=0.3)
+    return shared_path
 
 
 def arguments(place, runs, more="", model=None, steps=f"--steps {STEPS}"):
@@ -65,10 +66,10 @@ def train(place, runs, *more, **options):
     return runs / "run"
 
 
-@pytest.fixture(scope="module")
-def undisturbed(place, tmp_path_factory):
+@shared
+def undisturbed(place, shared_path):
     """The folder of a run of LogN + p-RoPE, in bfloat16. Not to be written to."""
-    return train(place, tmp_path_factory.mktemp("undisturbed"), "--method logn_p_rope")
+    return train(place, shared_path, "--method logn_p_rope")
 
 
 def reference_losses(model, tokens):
@@ -100,7 +101,7 @@ def test_rope_is_not_trained(place, tmp_path):
     spans = torch.from_numpy(copy_sequences(open_split(place / "data", "val", VOCAB), 40, VOCAB)[0])  # random ones
     losses = reference_losses(transformers.LlamaForCausalLM.from_pretrained(place / "model"), spans)
     expected = losses[:, :31].mean() - losses[:, -31:].mean()
-    assert summary["copy_gain"]["random"]["40"] == pytest.approx(expected.item(), abs=1e-4)
+    assert summary["copy_gain"]["random"]["40"] == approx(expected.item(), abs=1e-4)
 
 
 def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
@@ -116,8 +117,8 @@ def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
         loss = reference_losses(model, batch).mean()
         loss.backward()
         norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters()).item()
-        assert record["train_loss"] == pytest.approx(loss.item(), abs=1e-6)
-        assert record["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert record["train_loss"] == approx(loss.item(), abs=1e-6)
+        assert record["grad_norm"] == approx(norm, rel=1e-4)
         optimizer.step()
         optimizer.zero_grad()
     saved = load_model(run / "model")
@@ -164,9 +165,9 @@ def test_updates_below_the_precision_of_bfloat16_count_on_average():
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     # Below 1, the precision is 2^-8, so each weight moves in a share 2e-5 x 2^8 of the steps.
-    assert (1 - weight.double().mean()).item() == pytest.approx(20 * 2e-5, abs=2.5e-5)
+    assert (1 - weight.double().mean()).item() == approx(20 * 2e-5, abs=2.5e-5)
     exact = 1 - 0.999**20  # the second moment grows by a thousandth of a step, below the precision, too
-    assert optimizer.state[weight]["exp_avg_sq"].double().mean().item() == pytest.approx(exact, rel=0.01)
+    assert optimizer.state[weight]["exp_avg_sq"].double().mean().item() == approx(exact, rel=0.01)
     before = weight.detach().clone()
     optimizer.found_inf = torch.ones(())  # a step that is not finite
     optimizer.step()

@@ -3,12 +3,12 @@
 import math
 
 import numpy as np
-import pytest
 import torch
 from attention_cases import CPU
-from commands import fails, parametrize, read_json, succeeds
+from commands import fails, parametrize, read_json, shared, succeeds
 from lives import run_ranks
 from numpy.lib.stride_tricks import sliding_window_view as windows
+from pytest import approx
 from test_gpt import make_gpt
 from test_train import one_thread, plain_losses, steps_and_validations, train_here, write_shards  # noqa: F401
 from torch.utils._pytree import tree_flatten
@@ -23,7 +23,7 @@ from scripts import evaluate
 VOCAB, GAPS = 64, (5, 40)
 
 
-@pytest.fixture(scope="module")
+@shared
 def stream(data):
     return open_split(data, "val", VOCAB)  # 800 tokens
 
@@ -65,7 +65,7 @@ def test_random_spans_follow_the_unigram_frequency(tmp_path):
     stream = open_split(write_shards(tmp_path, coins, coins), "val", VOCAB)
     spans = copy_sequences(stream, 16, VOCAB)[0, :, :SPAN]
     assert {*spans.flat} == {3, 7}
-    assert (spans == 7).mean() == pytest.approx(0.1, abs=0.03)  # 1,536 draws: a standard error of 0.008
+    assert (spans == 7).mean() == approx(0.1, abs=0.03)  # 1,536 draws: a standard error of 0.008
 
 
 def test_losses_and_gains_equal_those_of_the_logits(stream):
@@ -82,12 +82,12 @@ def test_losses_and_gains_equal_those_of_the_logits(stream):
                 best = model(torch.from_numpy(sequences)).argmax(dim=-1)[:, -32:-1].numpy()
             expected["copy_accuracy"] = (best == sequences[:, -31:]).mean()
             for name, value in expected.items():
-                assert result[name][kind][str(gap)] == pytest.approx(value, abs=1e-4)
+                assert result[name][kind][str(gap)] == approx(value, abs=1e-4)
 
 
 def assert_close(result, expected):
     (ours, names), (others, expected_names) = tree_flatten(result), tree_flatten(expected)
-    assert names == expected_names and ours == pytest.approx(others, abs=1e-5)
+    assert names == expected_names and ours == approx(others, abs=1e-5)
 
 
 def measure_on_rank(rank, world, data, micro_batch_tokens):
@@ -115,7 +115,7 @@ def test_recovery_is_a_ratio_with_the_error_of_both_gains():
     assert ratios.keys() == {"500", "900"}
     for gap, pair in ratios.items():
         ratio = gains[gap] / 4
-        assert pair == pytest.approx((ratio, math.hypot(errors[gap], ratio * 0.3) / 4))
+        assert pair == approx((ratio, math.hypot(errors[gap], ratio * 0.3) / 4))
 
 
 @parametrize(("gain", "train_length"), [(0.5, 128), (-4.0, 128), (4.0, 127)])
@@ -126,10 +126,10 @@ def test_a_ratio_to_no_gain_is_left_out(gain, train_length):
 # ---- commands
 
 
-@pytest.fixture(scope="module")
-def run(data, tmp_path_factory):
+@shared
+def run(data, shared_path):
     more = "--val_copy_gaps 8 64 --validate_as yarn --method rope --steps 10 --val_every 1 --val_profile fast"
-    return train_here(data, tmp_path_factory.mktemp("runs"), more)
+    return train_here(data, shared_path, more)
 
 
 def measured(path, name=""):

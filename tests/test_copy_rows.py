@@ -1,8 +1,8 @@
 """Copy rows: which rows repeat a segment, and which text stands in the others."""
 
 import numpy as np
-import pytest
-from commands import fails, parametrize, succeeds, table, write_files
+from commands import fails, parametrize, shared, succeeds, table, write_files
+from pytest import approx
 from test_text import make_documents, shard_bytes, write_folder
 
 from data.copy_rows import rows
@@ -24,14 +24,14 @@ def place(tokens):
     return TEXT.tobytes().find(tokens.tobytes()) // TEXT.itemsize
 
 
-@pytest.fixture(scope="module")
+@shared
 def found():
     """Return the copy rows, their segments' lengths, and the other rows: 400 rows of 64 tokens, then rows of 256."""
     lengths = [(64, 64 * 400), (256, None)]
     found = [(row, segment_length(row)) for row in rows(TEXT, 0.5, lengths)]
     assert [len(row) for row, _ in found] == [64] * 400 + [256] * (len(found) - 400)
     copies = [(row, n) for row, n in found if n]
-    assert len(copies) / len(found) == pytest.approx(0.5, abs=0.05)
+    assert len(copies) / len(found) == approx(0.5, abs=0.05)
     return copies, [row for row, n in found if not n]
 
 
@@ -40,26 +40,26 @@ def test_natural_rows_are_pieces_from_all_of_the_text_in_no_order(found):
     places = list(map(place, natural))
     assert min(places) >= 0 and len(TEXT) <= sum(map(len, natural)) < len(TEXT) + 256
     for part in np.array_split(places, 2):
-        assert np.mean(part) == pytest.approx(len(TEXT) / 2, rel=0.2)
+        assert np.mean(part) == approx(len(TEXT) / 2, rel=0.2)
 
 
 def test_segments_are_half_pieces_and_half_drawn_by_frequency_of_log_uniform_length(found):
     copies, _ = found
     assert {8, 32} <= {n for row, n in copies if len(row) == 64}  # the shortest and the longest
     logarithms = np.log([n for row, n in copies if len(row) == 256])
-    assert logarithms.mean() == pytest.approx(np.log([8, 129]).mean(), abs=0.15)
+    assert logarithms.mean() == approx(np.log([8, 129]).mean(), abs=0.15)
     drawn = [row[:n] for row, n in copies if place(row[:n]) < 0]
     pieces = [place(row[:n]) for row, n in copies if place(row[:n]) >= 0]
-    assert np.mean(pieces) == pytest.approx(len(TEXT) / 2, rel=0.15)
-    assert len(drawn) / len(copies) == pytest.approx(0.5, abs=0.07)
+    assert np.mean(pieces) == approx(len(TEXT) / 2, rel=0.15)
+    assert len(drawn) / len(copies) == approx(0.5, abs=0.07)
     for token in (1, 2):  # zipf's first tokens are 25 % and 10 % of the text
-        assert np.mean(np.concatenate(drawn) == token) == pytest.approx(np.mean(TEXT == token), abs=0.03)
+        assert np.mean(np.concatenate(drawn) == token) == approx(np.mean(TEXT == token), abs=0.03)
 
 
 @parametrize("share", [0, 0.1, 0.9])
 def test_the_share_is_the_one_that_was_asked_for(share):
     copies = list(map(segment_length, rows(TEXT, share, [(64, None)])))
-    assert 1 - copies.count(None) / len(copies) == pytest.approx(share, abs=0.03)
+    assert 1 - copies.count(None) / len(copies) == approx(share, abs=0.03)
 
 
 def test_prepared_train_split_holds_the_rows_of_the_natural_split(tmp_path):

@@ -23,7 +23,7 @@ from attention_cases import (
     random_documents,
 )
 from attention_cases import random as normal
-from commands import ROOT
+from commands import ROOT, parametrize, slow
 from test_loss import check_kernel, cpu_cross_entropy
 
 from model import cpu
@@ -51,7 +51,7 @@ def random_method(draw):
     return make_case("|".join(parts), draw.randint(1, 5), head_dim)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@parametrize("seed", range(12))
 def test_random_calls_are_the_formula(seed, long, threads):
     """Shapes, offsets, strides, windows, sinks, biases, threads; 100 of them in the long form."""
     for number in range(seed, 100 if long else 12, 12):
@@ -66,14 +66,14 @@ def test_random_calls_are_the_formula(seed, long, threads):
               starts=starts)
 
 
-@pytest.mark.parametrize("length", [127, 128, 129, 255, 256, 257, 515])
-@pytest.mark.parametrize("window", [None, 1, 33, 64, 128, 257])
+@parametrize("length", [127, 128, 129, 255, 256, 257, 515])
+@parametrize("window", [None, 1, 33, 64, 128, 257])
 def test_lengths_and_windows_near_the_size_of_a_tile(length, window):
     check("cpu", extended(window), length, batch=1, weigh_output=1.0)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("num_heads", [1, 3])
+@parametrize("count", [1, 2, 3])
+@parametrize("num_heads", [1, 3])
 def test_any_number_of_threads(count, num_heads, threads):
     """With few heads, several threads share the key tiles of one head. Each has a separate dQ."""
     threads(count)
@@ -101,8 +101,8 @@ def test_large_logits_and_long_sequences():
     check("cpu", method, 1500, inputs=inputs, tolerance=2e-4)  # logits in the hundreds, whose own rounding is 3e-5
 
 
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("grow", [5, 40, -40])
+@parametrize("window", [None, 100])
+@parametrize("grow", [5, 40, -40])
 def test_large_biases_keep_the_digits_of_the_logits(window, grow):
     """Biases grow to 20,000, where float32's last bit is 0.002. The results must keep it."""
     method = make_case(f"{BIASED} | window window={window}" if window else BIASED, num_heads=1)
@@ -113,7 +113,7 @@ def test_large_biases_keep_the_digits_of_the_logits(window, grow):
     check("cpu", method, 700, inputs=[*qkv, biases.requires_grad_()], weigh_output=1.0, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("logit", [-200.0, -20.0, 20.0, 200.0])
+@parametrize("logit", [-200.0, -20.0, 20.0, 200.0])
 def test_sinks_of_any_size(logit):
     method = extended(50)
     method.sink.logit.data.fill_(logit)
@@ -129,7 +129,7 @@ def test_the_gradients_of_biases_add_up():
     assert_near(ours, truth, 1e-4)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@parametrize("bad", [torch.nan, torch.inf])
 def test_values_that_are_not_finite_are_not_hidden(bad):
     method = make_case("nope")
     q, k, v, _ = make_inputs(method, 300)
@@ -138,7 +138,7 @@ def test_values_that_are_not_finite_are_not_hidden(bad):
     assert output[0, 0, 150].isnan().all() and output.isnan().sum() == 16
 
 
-@pytest.mark.parametrize("kv_heads, q_dim, k_dim, v_dim", [
+@parametrize("kv_heads, q_dim, k_dim, v_dim", [
     (1, 16, 16, 16), (2, 8, 8, 16), (2, 16, 16, 8),
 ])
 def test_shapes_that_do_not_fit_are_refused(kv_heads, q_dim, k_dim, v_dim):
@@ -186,7 +186,7 @@ def test_the_operations_keep_torch_s_rules():
         torch.library.opcheck(cpu.forward_op, (q, k, v, tables, *extras))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@parametrize("seed", range(6))
 def test_losses_of_random_rows_are_the_formula(seed, long, threads):
     for number in range(seed, 100 if long else 6, 6):
         draw = random.Random(number)
@@ -207,8 +207,8 @@ print(backend.name, torch.equal(attend(method, q, q, q), q) if backend.name == "
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variables, backend, named", [
+@slow
+@parametrize("variables, backend, named", [
     ({}, "cpu", "True"), (dict(CXX="/nowhere/g++"), "blocks", "/nowhere/g++"),
     (dict(CXX="false"), "blocks", "false"), (dict(XDG_CACHE_HOME="/dev/null"), "blocks", "/dev/null"),
 ])

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from commands import exit_code, fails, parametrize, read_json
+from commands import exit_code, fails, parametrize, read_json, shared
 from tiny_run import arguments, train_tiny_run
 
 from data import shards
@@ -14,9 +14,9 @@ from scripts import evaluate
 from train_gpt import main as train
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train_tiny_run(tmp_path_factory.mktemp("damage")).parent
+@shared
+def trained(shared_path):
+    return train_tiny_run(shared_path).parent
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
+@parametrize("name", READS)
 def test_an_error_of_the_disk_names_the_file(name, tmp_path):
     path = tmp_path / name
     path.symlink_to("/proc/self/mem")  # opens well, but reading its first byte is an input/output error

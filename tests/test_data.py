@@ -8,7 +8,20 @@ from contextlib import closing, suppress
 import numpy as np
 import pytest
 import torch
-from commands import exit_code, fails, names, python, read_json, refuses, succeeds, table, write_files
+from commands import (
+    exit_code,
+    fails,
+    names,
+    parametrize,
+    promise,
+    python,
+    read_json,
+    refuses,
+    slow,
+    succeeds,
+    table,
+    write_files,
+)
 from numpy.testing import assert_array_equal
 from tokenizers import Tokenizer, models
 
@@ -18,7 +31,7 @@ from data.shard_writer import ShardWriter
 from data.shards import TokenStream, describe_shard, main, open_split, sha256_of, tokenizer_of
 from data.sources import data_command
 
-BAD_DATA = pytest.mark.promise(5, "bad data is found")
+BAD_DATA = promise(5, "bad data is found")
 VOCAB = 50257
 NAMES = FIRST, SECOND, _, VAL = "x_train_000001.bin x_train_000002.bin x_train_000003.bin x_val_000000.bin".split()
 
@@ -130,8 +143,8 @@ with ShardWriter(Path(sys.argv[1]), "x", tokenizer="gpt2", vocab_size=50257, sha
 
 
 @BAD_DATA
-@pytest.mark.slow
-@pytest.mark.parametrize("renames", [0, 2])
+@slow
+@parametrize("renames", [0, 2])
 def test_writer_killed_while_it_names_shards_is_refused_and_can_be_repeated(tmp_path, faults, renames):
     with faults("writer killed"):
         python("-c", KILLED_WRITER, tmp_path, renames, code=-signal.SIGKILL)
@@ -159,7 +172,7 @@ def test_read_crosses_shards_and_wraps_without_open_files(tmp_path):
 
 
 @BAD_DATA
-@pytest.mark.parametrize("position, shard, place", [
+@parametrize("position, shard, place", [
     (4, 1, 4), (5, 2, 0), (6, 3, 0),
     (22, 3, 16), (23, 1, 0),
 ])
@@ -235,7 +248,7 @@ def opens(folder):
 
 
 @BAD_DATA
-@pytest.mark.parametrize("kind", DAMAGE)
+@parametrize("kind", DAMAGE)
 def test_damage_is_found_and_named(tmp_path, capsys, faults, kind):
     write_dataset(tmp_path, tokenizer="tokenizer.json")
     succeeds(main, "verify", tmp_path)
@@ -311,10 +324,10 @@ def load(stream, **options):
     return closing(TrainLoader(stream, **defaults | options))
 
 
-@pytest.mark.parametrize("length", [1, 15, lambda step: step % 4 + 2])
-@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
-@pytest.mark.parametrize("largest", [1, 3])
-@pytest.mark.parametrize("step", [0, 1, 3, 50])  # crosses shards, wraps in the middle of step 3, wraps many times
+@parametrize("length", [1, 15, lambda step: step % 4 + 2])
+@parametrize("ranks", [1, 2, 5, 8])
+@parametrize("largest", [1, 3])
+@parametrize("step", [0, 1, 3, 50])  # crosses shards, wraps in the middle of step 3, wraps many times
 def test_a_step_is_a_slice_of_the_stream_for_any_length_and_number_of_ranks(tmp_path, length, step, ranks, largest):
     stream, tokens = make_stream(tmp_path, 101, 7, 230, 59)
     width = length(step) if callable(length) else length
@@ -354,7 +367,7 @@ def test_a_data_seed_changes_the_order_of_batches_of_one_length(tmp_path):
         assert_array_equal(batch, tokens_from(tokens, 12 * number, 12))
 
 
-@pytest.mark.parametrize("length, world_size", [(25, 1), (30, 8)])
+@parametrize("length, world_size", [(25, 1), (30, 8)])
 def test_indivisible_step_is_refused(tmp_path, length, world_size):
     stream, _ = make_stream(tmp_path, 40)
     with refuses(length):

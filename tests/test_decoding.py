@@ -1,10 +1,9 @@
 """Decoding with a cache against the full forward pass, for every method; greedy choice, stopping, refusals."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import assert_near, attend, make_case, parse, random_qkv
-from commands import refuses
+from commands import parametrize, refuses
 from test_gpt import make_random_gpt, random_tokens
 
 from model.decoding import Decoder, greedy_decode
@@ -22,7 +21,7 @@ CASES = [(name, {}) for name in NAMES] + [parse(case) for case in """rope+window
     | scale_invariant_p_rope+window skip_first=True window=9 | infini_rope segment_length=7
     | infini_p_rope segment_length=10 | infini_p_rope segment_length=1""".split("|")]  # 130 is a multiple of 10
 
-every_case = pytest.mark.parametrize("name, options", CASES, ids=str)
+every_case = parametrize("name, options", CASES, ids=str)
 
 
 def make_model(name, options=None, **more):
@@ -43,7 +42,7 @@ def decoded_logits(model, tokens, prompt_length, target_length=None):
 
 
 @every_case
-@pytest.mark.parametrize("prompt_length", [1, 7, 130])
+@parametrize("prompt_length", [1, 7, 130])
 def test_steps_give_the_logits_of_the_full_forward_pass(name, options, prompt_length):
     tokens, _ = random_tokens(prompt_length + STEPS, batch=3)
     tolerances = {torch.float32: 1e-5, torch.float64: 1.2e-7}
@@ -54,7 +53,7 @@ def test_steps_give_the_logits_of_the_full_forward_pass(name, options, prompt_le
         assert_near(logits, full_logits(model, tokens)[:, prompt_length - 1 :], tolerance)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@parametrize("name", NAMES)
 def test_bfloat16_logits_are_near_float32(name):
     tokens, _ = random_tokens(100)
     expected = full_logits(make_model(name), tokens)[:, 69:]
@@ -63,7 +62,7 @@ def test_bfloat16_logits_are_near_float32(name):
     assert 0 < (logits - expected).std() < 0.05 * expected.std()
 
 
-@pytest.mark.parametrize("name, options", [("rope_ntk", {}), ("yarn", {}), ("logn_rope", dict(context="length"))])
+@parametrize("name, options", [("rope_ntk", {}), ("yarn", {}), ("logn_rope", dict(context="length"))])
 def test_the_target_position_scales_prompt_and_steps_alike(name, options):
     model = make_model(name, options)
     tokens, _ = random_tokens(12 + STEPS)
@@ -72,7 +71,7 @@ def test_the_target_position_scales_prompt_and_steps_alike(name, options):
     assert_near(decoded_logits(model, tokens, 12, 1000), far, 1e-5)
 
 
-@pytest.mark.parametrize("name, other", [("rope", "rope_ntk"), ("rope", "yarn"), ("logn_rope", "logn_ntk")])
+@parametrize("name, other", [("rope", "rope_ntk"), ("rope", "yarn"), ("logn_rope", "logn_ntk")])
 @torch.no_grad()
 def test_a_model_decodes_as_a_method_that_trains_identically(name, other):
     models, (tokens, _) = [make_model(name), make_model(other)], random_tokens(40)  # models of the same weights
@@ -101,7 +100,7 @@ def test_a_new_prompt_starts_afresh():
     assert_near(decoder.step(tokens[:1, 5]), expected[:, -1], 1e-5)
 
 
-@pytest.mark.parametrize("name", ["scale_invariant_p_rope", "logn_ntk", "rnope_swa", "infini_rope"])
+@parametrize("name", ["scale_invariant_p_rope", "logn_ntk", "rnope_swa", "infini_rope"])
 def test_greedy_decoding_chooses_the_most_likely_token_each_time(name):
     model = make_model(name)
     tokens, _ = random_tokens(21, batch=3)

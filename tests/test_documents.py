@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import assert_near
-from commands import exit_code, read_json, succeeds
+from commands import exit_code, parametrize, read_json, succeeds
 from test_gpt import make_random_gpt, random_tokens
 from test_train import plain_losses
 from tiny_run import train_tiny_run
@@ -29,7 +29,7 @@ def by_counting(inputs, token):
     return contexts
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
+@parametrize("share", [0.0, 0.02, 0.5, 1.0])
 def test_own_context_counts_from_the_document_token_or_the_first_token(share):
     inputs = torch.where(torch.rand(4, 50, generator=torch.Generator().manual_seed(3)) < share, 7, 5)
     assert own_context(inputs, 7).tolist() == [by_counting(row, 7) for row in inputs]
@@ -73,7 +73,7 @@ def several_documents(length=150):
     return tokens, targets
 
 
-@pytest.mark.parametrize("name", WITHIN)
+@parametrize("name", WITHIN)
 def test_within_documents_a_model_computes_each_document_alone(name):
     model, (tokens, targets) = make_random_gpt(name), several_documents()
     losses = model(tokens, targets, plan=model.plan(150, document_token=0), per_token=True)
@@ -85,7 +85,7 @@ def test_within_documents_a_model_computes_each_document_alone(name):
     assert (losses - model(tokens, targets, per_token=True)).abs().max() > 1e-3 or name == "identity"
 
 
-@pytest.mark.parametrize("name", ["rope", "logn_p_rope", "scale_invariant_p_rope"])
+@parametrize("name", ["rope", "logn_p_rope", "scale_invariant_p_rope"])
 def test_decoding_stays_within_documents(name):
     model, (tokens, _) = make_random_gpt(name), several_documents(60)
     decoder = Decoder(model, 60, document_token=0)
@@ -118,7 +118,7 @@ def test_a_run_trains_and_validates_within_documents(tmp_path):
 SKIPS_FIRST = "scale_invariant_p_rope --method_options skip_first true"
 
 
-@pytest.mark.parametrize("method", ["stick_breaking", "rope,infini_rope", SKIPS_FIRST])
+@parametrize("method", ["stick_breaking", "rope,infini_rope", SKIPS_FIRST])
 def test_methods_that_cannot_stay_within_documents_are_refused(method, tmp_path):
     command = f"quickstart --runs_dir {tmp_path} --document_mask train --method {method}"
     assert exit_code(train, command.split()) == 2 and not [*tmp_path.iterdir()]

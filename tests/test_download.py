@@ -9,7 +9,19 @@ import threading
 
 import numpy as np
 import pytest
-from commands import ROOT, exit_code, fails, names, one_error, parametrize, refuses, slow, succeeds, write_files
+from commands import (
+    ROOT,
+    exit_code,
+    fails,
+    names,
+    one_error,
+    parametrize,
+    promise,
+    refuses,
+    slow,
+    succeeds,
+    write_files,
+)
 from hub_stand_in import serve
 from test_data import flip, write_raw
 
@@ -22,7 +34,7 @@ from data.sources import data_command
 from data.text import prepare
 from data.tokenizer import load_tokenizer
 
-DOWNLOADS = pytest.mark.promise(6, "downloads are whole or refused")
+DOWNLOADS = promise(6, "downloads are whole or refused")
 NAMES = VAL, FIRST, SECOND = "fineweb_val_000000.bin fineweb_train_000001.bin fineweb_train_000002.bin".split()
 PATHS = {name: f"/datasets/kjj0/fineweb10B-gpt2/resolve/main/{name}" for name in NAMES}
 C4_PATH = "/datasets/allenai/c4/resolve/main/"

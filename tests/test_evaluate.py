@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import fails, names, read_json, succeeds, update_json
+from pytest import approx
 from test_train import make_data, newest_state, train_here, validation_losses, write_shards
 
 from data.shards import open_split
@@ -47,11 +48,11 @@ def others(folder):
 def test_losses_equal_the_summary_wherever_the_text_is(data, copied, tmp_path):
     losses = read_json(copied / "summary.json")["val_loss"]
     call(copied)
-    assert stored(copied)["val_loss"] == pytest.approx(losses, abs=1e-5)
+    assert stored(copied)["val_loss"] == approx(losses, abs=1e-5)
     (copied / "evaluation.json").unlink()
     call(copied, "--data", shutil.copytree(data, tmp_path / "moved"))
     assert others(copied) == []
-    assert stored(copied)["val_loss"] == pytest.approx(losses, abs=1e-5)
+    assert stored(copied)["val_loss"] == approx(losses, abs=1e-5)
 
 
 def test_other_methods_have_rows_and_the_losses_of_validate_as(data, tmp_path, capsys, refused):
@@ -63,7 +64,7 @@ def test_other_methods_have_rows_and_the_losses_of_validate_as(data, tmp_path, c
         rows = re.findall(r"^\| (run\b.*?) *\|", first_table(capsys), re.MULTILINE)
         assert rows == ["run", "run", f"run as {method}"]
     expected = read_json(whole / "summary.json")["val_loss_as"]
-    assert stored(folder)["val_loss_as"] == {m: pytest.approx(losses, rel=1e-6) for m, losses in expected.items()}
+    assert stored(folder)["val_loss_as"] == {m: approx(losses, rel=1e-6) for m, losses in expected.items()}
 
 
 def test_losses_by_length_on_the_same_tokens_are_kept_together(finished, copied, data, capsys):
@@ -74,7 +75,7 @@ def test_losses_by_length_on_the_same_tokens_are_kept_together(finished, copied,
     assert kept["val_tokens"] == {"8": 192, "96": 192} and len(kept["val_loss_by_position"]["96"]) == 8
     for length in (8, 96):
         expected = validation_losses(finished, data, length, 192).mean().item()
-        assert kept["val_loss"][str(length)] == pytest.approx(expected, abs=1e-5)
+        assert kept["val_loss"][str(length)] == approx(expected, abs=1e-5)
     call(copied, "--lengths", 64, "--val-tokens", 128)
     assert stored(copied)["val_loss"].keys() == {"64"}
 
@@ -100,7 +101,7 @@ def test_losses_on_other_text_are_stored_apart(copied, tmp_path):
     assert (found["data"], found["step"], found["val_tokens"]) == (str(books), "step_000020", {"16": 256, "64": 256})
     for length in (16, 64):
         loss = validation_losses(copied, books, length, 256).mean().item()
-        assert found["val_loss"][str(length)] == pytest.approx(loss, abs=1e-5)
+        assert found["val_loss"][str(length)] == approx(loss, abs=1e-5)
     call(copied, "--lengths", 8)
     call(copied, "--lengths", 32, "--data", books)
     call(copied, "--lengths", 8, "--val-tokens", 64, "--data", code)

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from commands import fails, read_json, succeeds
+from commands import fails, read_json, shared, succeeds
 from test_copy_gain import VOCAB, assert_close, losses_of, tiny_model
 from test_train import plain_losses, steps_and_validations, train_here, write_shards
 
@@ -18,14 +18,14 @@ T, WINDOWS = 16, 3
 FAR = ("far_loss", "far_gain", "far_gain_error", "far_tokens")
 
 
-@pytest.fixture(scope="module")
-def stream(tmp_path_factory):
+@shared
+def stream(shared_path):
     """A text of 800 tokens, some of them copied 20 or 100 tokens later, so that it has tokens of each class."""
     text = np.random.default_rng(0).integers(0, VOCAB, 800)
     for end in range(240, 800, 60):
         text[end - 16 : end] = text[end - 116 : end - 100]
     text[-12:] = text[-26:-14]
-    return open_split(write_shards(tmp_path_factory.mktemp("data"), text, text), "val", VOCAB)
+    return open_split(write_shards(shared_path, text, text), "val", VOCAB)
 
 
 def class_of(window, place):

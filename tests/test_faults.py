@@ -11,34 +11,44 @@ import sys
 import time
 
 import pytest
-from commands import ROOT, TWO_RANKS, environment, is_alive, python, wait_for
+from commands import (
+    CORRUPTION,
+    ROOT,
+    TWO_RANKS,
+    environment,
+    is_alive,
+    parametrize,
+    promise,
+    python,
+    shared,
+    slow,
+    wait_for,
+)
 from lives import STAGES, Lives
 from test_train import arguments, assert_close_run, assert_same_run, newest, newest_state, steps_and_validations
 
 from runtime.checkpoint import list_checkpoints
 
-pytestmark = pytest.mark.slow
-KILLS = (1, "killed at any instant, a run goes on bit for bit")
-RESUME = (2, "resumed on another division of the work, a run goes on with the same losses")
-SIGNALS = (3, "told to stop, a run saves within a step")
-DISK = (4, "a full disk costs no checkpoint")
-NONFINITE = (7, "a step that is not finite changes no weight")
-RANKS = (8, "a rank that dies or hangs ends the job, and torchrun's restart goes on")
-CORRUPTION = (12, "flipped bits in checkpoints and in the memory of a rank are found")
+pytestmark = slow
+KILLS = promise(1, "killed at any instant, a run goes on bit for bit")
+RESUME = promise(2, "resumed on another division of the work, a run goes on with the same losses")
+SIGNALS = promise(3, "told to stop, a run saves within a step")
+DISK = promise(4, "a full disk costs no checkpoint")
+NONFINITE = promise(7, "a step that is not finite changes no weight")
+RANKS = promise(8, "a rank that dies or hangs ends the job, and torchrun's restart goes on")
 
 
-@pytest.fixture(scope="module")
+@shared
 def lives():
     with Lives() as lives:
         yield lives
 
 
-@pytest.fixture(scope="module")
-def undisturbed(data, lives, tmp_path_factory):
+@shared
+def undisturbed(data, lives, shared_path):
     """Return the run folder of 20 steps. Tests only read it."""
-    runs = tmp_path_factory.mktemp("undisturbed")
-    lives.live(arguments(data, runs), runs / "output")
-    return runs / "run"
+    lives.live(arguments(data, shared_path), shared_path / "output")
+    return shared_path / "run"
 
 
 @pytest.fixture
@@ -75,7 +85,7 @@ def saved_step(runs):
 # ---- kill -9 and resuming --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(*KILLS)
+@KILLS
 def test_killed_at_every_kind_of_moment(live, faults, long, tmp_path):
     rng = random.Random(time.time_ns() if long else 1)
     stages = [stage for stage in STAGES if stage != "comparison"] * (14 if long else 1)
@@ -93,7 +103,7 @@ def test_killed_at_every_kind_of_moment(live, faults, long, tmp_path):
     assert not list((tmp_path / "run").rglob("*.partial"))
 
 
-@pytest.mark.promise(*RESUME)
+@RESUME
 def test_resumed_in_other_micro_batches_and_on_another_number_of_processes(undisturbed, live, faults, tmp_path):
     with faults("resumed in other micro-batches by two processes, then by one"):
         live(tmp_path, "--micro_batch_tokens 16", at("step", 7), code=-signal.SIGKILL)
@@ -103,7 +113,7 @@ def test_resumed_in_other_micro_batches_and_on_another_number_of_processes(undis
         assert_close_run(tmp_path / "run", undisturbed)
 
 
-@pytest.mark.parametrize("processes", [2, 3])  # of 8 sequences
+@parametrize("processes", [2, 3])  # of 8 sequences
 def test_losses_do_not_depend_on_the_number_of_processes(processes, undisturbed, live, tmp_path):
     live(processes=processes)
     assert_close_run(tmp_path / "run", undisturbed)
@@ -112,8 +122,8 @@ def test_losses_do_not_depend_on_the_number_of_processes(processes, undisturbed,
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(*SIGNALS)
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+@SIGNALS
+@parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_told_to_stop_it_saves_and_exits_with_75(name, undisturbed, live, faults, tmp_path):
     for stage, count in (("batch", 7), ("validation", 4), ("checkpoint write", 3)):
         with faults(f"{name} at {stage}"):
@@ -126,8 +136,8 @@ def test_told_to_stop_it_saves_and_exits_with_75(name, undisturbed, live, faults
             assert_same_run(runs / "run", undisturbed)
 
 
-@pytest.mark.promise(*SIGNALS)
-@pytest.mark.parametrize("fault, code", [(at("log", 1, "SIGTERM"), 75), (at("batch", 2, "twice"), 130)])
+@SIGNALS
+@parametrize("fault, code", [(at("log", 1, "SIGTERM"), 75), (at("batch", 2, "twice"), 130)])
 def test_before_the_first_step_and_at_a_second_ctrl_c_it_leaves_at_once(fault, code, live, faults, tmp_path):
     with faults(f"{fault['do']} at {fault['stage']}"):
         live(fault=fault, code=code)
@@ -143,14 +153,14 @@ with StopRequest():
 """
 
 
-@pytest.mark.promise(*SIGNALS)
+@SIGNALS
 def test_compilers_end_with_it(faults):
     with faults("SIGTERM while it compiles"):
         compiler = int(python("-c", COMPILING, code=75).stdout)
         wait_for(lambda: not is_alive(compiler), seconds=60)
 
 
-@pytest.mark.promise(*SIGNALS)
+@SIGNALS
 def test_under_torchrun_the_launcher_of_the_docs_exits_with_75(data, faults, tmp_path):
     page = (ROOT / "docs" / "train.md").read_text()
     (script,) = re.findall(r"```bash\n(#!/bin/bash\n# launch.sh.*?)```", page, re.DOTALL)
@@ -179,8 +189,8 @@ def test_under_torchrun_the_launcher_of_the_docs_exits_with_75(data, faults, tmp
 # ---- full disks, and numbers that are not finite ---------------------------------------------------------------------
 
 
-@pytest.mark.promise(*DISK)
-@pytest.mark.parametrize("stage, count, size", [("checkpoint write", 1, 0), ("checkpoint write", 2, 60_000),
+@DISK
+@parametrize("stage, count, size", [("checkpoint write", 1, 0), ("checkpoint write", 2, 60_000),
                                                 ("metrics", 12, 0), ("log", 9, 0)])
 def test_full_disk(stage, count, size, undisturbed, live, faults, tmp_path):
     with faults(f"full at {stage}"):
@@ -191,9 +201,9 @@ def test_full_disk(stage, count, size, undisturbed, live, faults, tmp_path):
         assert_same_run(tmp_path / "run", undisturbed)
 
 
-@pytest.mark.promise(*NONFINITE)
-@pytest.mark.parametrize("choice", ["skip", "stop"])
-@pytest.mark.parametrize("value, processes", [("nan", 1), ("inf", 1), ("gradient", 2)])
+@NONFINITE
+@parametrize("choice", ["skip", "stop"])
+@parametrize("value, processes", [("nan", 1), ("inf", 1), ("gradient", 2)])
 def test_a_nonfinite_step_is_skipped_or_ends_the_run(choice, value, processes, undisturbed, live, faults, tmp_path):
     with faults(f"{value} on one rank of {processes}, {choice}"):
         fault = at("batch", 8, value, rank=processes - 1)
@@ -215,8 +225,8 @@ def test_a_nonfinite_step_is_skipped_or_ends_the_run(choice, value, processes, u
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(*RANKS)
-@pytest.mark.parametrize("do", ["kill", "hang", "memory"])
+@RANKS
+@parametrize("do", ["kill", "hang", "memory"])
 def test_a_lost_rank_ends_the_job(do, live, faults, tmp_path):
     with faults(f"{do} of a rank"):
         fault = at("batch", 1 if do == "memory" else 3, do, rank=1)
@@ -225,7 +235,7 @@ def test_a_lost_rank_ends_the_job(do, live, faults, tmp_path):
         assert (tmp_path / "run/failed").exists() == (do == "memory")
 
 
-@pytest.mark.promise(*RANKS)
+@RANKS
 def test_torchruns_restart_goes_on_by_itself(data, undisturbed, faults, tmp_path):
     """One of two workers is killed in each of the first two attempts."""
     with faults("two kills of a worker under --max-restarts 2"):
@@ -238,7 +248,7 @@ def test_torchruns_restart_goes_on_by_itself(data, undisturbed, faults, tmp_path
 # ---- flipped bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise(*CORRUPTION)
+@CORRUPTION
 def test_a_damaged_checkpoint_is_left_for_the_older_one(undisturbed, live, faults, long, tmp_path):
     rng = random.Random(3)
     live(tmp_path / "killed", fault=at("step", 13), code=-signal.SIGKILL)
@@ -257,7 +267,7 @@ def test_a_damaged_checkpoint_is_left_for_the_older_one(undisturbed, live, fault
             assert_same_run(runs / "run", undisturbed)
 
 
-@pytest.mark.promise(*CORRUPTION)
+@CORRUPTION
 def test_a_rank_with_other_weights_ends_the_job_and_is_named(undisturbed, live, faults, tmp_path):
     with faults("flipped bit in the weights of a rank of a run"):
         fault = at("comparison", 2, "flip", rank=1, place=561)  # before the checkpoint of step 10

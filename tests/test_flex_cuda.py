@@ -7,7 +7,7 @@ import json
 
 import pytest
 from attention_cases import parse
-from commands import python, slow
+from commands import python, shared, slow
 
 pytest.importorskip("triton")
 
@@ -91,7 +91,7 @@ except CompilationError:
 """
 
 
-@pytest.fixture(scope="module")
+@shared
 def compiled(long):
     """Return the code of all cases, the calls of attention in models' graphs, tiles, and whether head + 0 compiles."""
     cases, two_tables, models = QUICK + GRID * long, TWO_TABLES[: None if long else 1], QUICK_MODELS + MODELS * long

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from commands import fails, parametrize, refuses, succeeds, table
+from commands import fails, parametrize, refuses, shared, succeeds, table
 from tiny_run import train_tiny_run
 
 from data.tokenizer import load_tokenizer
@@ -17,12 +17,12 @@ FIELDS = "--vocab_size 400 --num_layers 2 --train_length 60 --val_lengths 60 --v
 LOGITS = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0])
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return train_tiny_run(tmp_path_factory.mktemp("generate"), FIELDS, letters="abcdefgh \u00e9\u4e16", documents=100)
+@shared
+def run(shared_path):
+    return train_tiny_run(shared_path, FIELDS, letters="abcdefgh \u00e9\u4e16", documents=100)
 
 
-@pytest.fixture(scope="module")
+@shared
 def tokenizer(run):
     return load_tokenizer(run.parent / "data")
 
@@ -92,7 +92,7 @@ def test_wrong_values_are_refused_in_one_line(run, capsys, option, value):
     fails(capsys, option, generate.main, run, "abc", "--device", "cpu", f"--{option}", value)
 
 
-@pytest.mark.parametrize("prompt", ["caf\udce9", "\ud83d"])
+@parametrize("prompt", ["caf\udce9", "\ud83d"])
 def test_a_prompt_that_is_not_utf8_is_refused(run, capsys, prompt):
     fails(capsys, "prompt", generate.main, run, prompt, "--device", "cpu")
 

@@ -3,12 +3,12 @@
 import dataclasses
 from types import SimpleNamespace
 
-import pytest
 import reference
 import torch
 import torch.nn.functional as F
 from attention_cases import CPU, assert_near, cast, random
-from commands import refuses
+from commands import parametrize, refuses, slow
+from pytest import approx
 from test_methods import NAMES
 
 from configs.config import Config
@@ -21,7 +21,7 @@ from runtime.processes import World
 
 VOCAB, LAYERS, HEADS, DIM, TRAIN_LENGTH = 97, 2, 6, 96, 32  # head_dim 16
 
-every_method = pytest.mark.parametrize("name", NAMES)
+every_method = parametrize("name", NAMES)
 
 
 def make_gpt(name="scale_invariant_p_rope", seed=0, dtype=torch.float32, **shape):
@@ -79,7 +79,7 @@ def plain_layers(name, p, tokens, num_heads=HEADS):
 
 
 @every_method
-@pytest.mark.parametrize("length", [1, TRAIN_LENGTH, 4 * TRAIN_LENGTH + 3])
+@parametrize("length", [1, TRAIN_LENGTH, 4 * TRAIN_LENGTH + 3])
 def test_loss_and_all_gradients_equal_the_plain_form(name, length):
     model = make_random_gpt(name)
     exact = {key: value.detach().double().requires_grad_() for key, value in model.named_parameters()}
@@ -103,7 +103,7 @@ def test_loss_and_all_gradients_equal_the_plain_form(name, length):
 
 
 @every_method
-@pytest.mark.parametrize("preset, matrices, numbers", [
+@parametrize("preset, matrices, numbers", [
     ("gpt_162m_4k", 162_201_600, 72),
     ("gpt_304m_4k", 304_349_184, 128),
 ])
@@ -117,15 +117,15 @@ def test_parameter_count(preset, matrices, numbers, name):
 def assert_uniform(weight, bound):
     assert bound * 0.999 < weight.abs().max() <= bound
     assert abs(weight.mean()) < 0.02 * bound
-    assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
+    assert weight.std().item() == approx(bound / 3**0.5, rel=0.02)
 
 
 def test_initial_distributions():
     model = make_gpt(vocab_size=1000)
     embedding = model.embedding.weight
-    assert embedding.mean().item() == pytest.approx(0, abs=0.02)
-    assert embedding.std().item() == pytest.approx(1, abs=0.02)
-    assert (embedding.abs() > 2).float().mean().item() == pytest.approx(0.0455, abs=0.004)  # of a normal distribution
+    assert embedding.mean().item() == approx(0, abs=0.02)
+    assert embedding.std().item() == approx(1, abs=0.02)
+    assert (embedding.abs() > 2).float().mean().item() == approx(0.0455, abs=0.004)  # of a normal distribution
     for block in model.blocks:
         for matrix in (*block.attention.qkv, block.mlp.up):
             assert_uniform(matrix.detach(), DIM ** -0.5)
@@ -180,7 +180,7 @@ def test_bfloat16_gradients_are_near_float32():
     assert sum(errors) / len(errors) < 0.03  # of one LogN scale a head alone, 6 numbers, up to 0.06
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_relu_squared_is_as_exact_as_its_roundings(dtype):
     x, dy = cast([3 * random(5001, seed=seed) for seed in (0, 1)], dtype)
     x.data[:3] = torch.tensor([0.0, -0.0, 1e-18])
@@ -192,7 +192,7 @@ def test_relu_squared_is_as_exact_as_its_roundings(dtype):
     assert ((dx.double() - exact_dx).abs() <= 1.51 * 1.01 * half * exact_dx.abs()).all()
 
 
-@pytest.mark.slow
+@slow
 def test_compiled_blocks_compute_the_losses_of_the_model_whose_weights_they_share():
     model = make_random_gpt()
     models, stats = (model, uncompiled(model)), torch._dynamo.utils.counters["stats"]
@@ -212,7 +212,7 @@ def test_compiled_blocks_compute_the_losses_of_the_model_whose_weights_they_shar
     assert stats["unique_graphs"] == 2  # a length, for all blocks
 
 
-@pytest.mark.slow
+@slow
 def test_many_lengths_and_incomplete_micro_batches_stay_within_the_limit_of_compilations(monkeypatch):
     by_inductor = torch.compile
     monkeypatch.setattr("torch.compile", lambda *model, **options: by_inductor(*model, backend="eager", **options))

@@ -4,12 +4,12 @@ import itertools
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import reference
 import scipy.stats
 import torch
 from attention_cases import parse
 from commands import parametrize, refuses, slow
+from pytest import approx
 from test_gpt import LAYERS, TRAIN_LENGTH, make_gpt, make_random_gpt, plain_layers, random_tokens, rms_norm
 from test_methods import NAMES
 from test_rivals import forgetting
@@ -64,7 +64,7 @@ def test_profile_equals_dense_attention(name):
             for quantity, expected in attention_statistics(last).items():
                 found = profile[length, quantity]
                 assert len(found) == 3
-                assert found[number] == pytest.approx(expected.mean().item(), rel=1e-4, abs=1e-6)
+                assert found[number] == approx(expected.mean().item(), rel=1e-4, abs=1e-6)
     assert {length for length, quantity in profile if quantity == "entropy_10_100"} == {131}  # as far as contexts reach
 
 
@@ -77,7 +77,7 @@ def test_scores_of_heads_equal_sums_over_pairs(name):
     weights = torch.stack(exact_logits(name, model, tokens)).softmax(dim=-1)  # (layers, B, H, T, T)
     means = [weights[..., query, key].mean(dim=(1, 3)) for query, key in pairs]
     expected = [of_heads.max().item() for of_heads in means]
-    assert heads.head_scores(model, tokens) == pytest.approx(expected, rel=1e-4)
+    assert heads.head_scores(model, tokens) == approx(expected, rel=1e-4)
 
 
 @slow
@@ -128,8 +128,8 @@ def test_largest_logits_and_entropies_equal_dense_ones(case, length):
     entropies = torch.distributions.Categorical(logits=logits).entropy()
     for backend in ("auto", "blocks"):
         found = attention_by_layer(model, tokens, model.plan(length, backend=backend))
-        assert found["max_logit"] == {"0": pytest.approx(logits.max().item(), rel=1e-4)}
-        assert found["attention_entropy"] == {"0": pytest.approx(entropies.mean().item(), rel=1e-4, abs=1e-6)}
+        assert found["max_logit"] == {"0": approx(logits.max().item(), rel=1e-4)}
+        assert found["attention_entropy"] == {"0": approx(entropies.mean().item(), rel=1e-4, abs=1e-6)}
 
 
 def test_layers_without_logits_have_no_largest_one():

@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from commands import TWO_RANKS, parametrize, slow
+from commands import TWO_RANKS, parametrize, promise, shared, slow
 from lives import holding
 from machines import Network, missing
 from test_train import arguments, assert_close_run, assert_same_run, train, train_here
@@ -13,7 +13,7 @@ from test_train import arguments, assert_close_run, assert_same_run, train, trai
 from runtime.metrics import read_metrics
 
 pytestmark = slow
-MACHINES = (14, "machines that are lost are named, and the run goes on with those that are left or come back")
+MACHINES = promise(14, "machines that are lost are named, and the run goes on with those that are left or come back")
 TOLERANCE = 2e-3  # nats; by 1 process instead of 4, 300 undisturbed steps come to 6e-4
 PATIENCE = 480  # seconds without a step after which a run counts as lost; torchrun's exit barrier alone may wait 300
 TIMEOUT = 10  # seconds after which a rank is given up: --timeout
@@ -101,7 +101,7 @@ class Job:
         self.wait_for(lambda: not self.tend(), PATIENCE + 300)
 
 
-@pytest.mark.promise(*MACHINES)
+@MACHINES
 def test_a_killed_machine_and_a_lost_link_cost_no_bit(data, network, faults, tmp_path):
     """The number of processes stays the same, so all numbers do."""
     undisturbed = train(data, tmp_path / "undisturbed", SHORT, TWO_RANKS)
@@ -127,12 +127,12 @@ def held(tmp_path):
     return holding(folder), (folder / "sitecustomize.py").unlink
 
 
-@pytest.fixture(scope="module")
-def of_one(data, tmp_path_factory):
-    return train_here(data, tmp_path_factory.mktemp("one"), SHORT)
+@shared
+def of_one(data, shared_path):
+    return train_here(data, shared_path, SHORT)
 
 
-@pytest.mark.promise(*MACHINES)
+@MACHINES
 @parametrize("failure", ["without power", "link down for ever"])
 def test_the_others_go_on_without_a_lost_machine(failure, data, of_one, network, faults, long, held, tmp_path):
     """Three machines with one process each have unequal shares of the 8 sequences of a step. Then there are two."""
@@ -154,7 +154,7 @@ def test_the_others_go_on_without_a_lost_machine(failure, data, of_one, network,
         assert_close_run(job.folder, of_one, TOLERANCE)
 
 
-@pytest.mark.promise(*MACHINES)
+@MACHINES
 def test_machine_that_comes_back_is_taken_in(data, of_one, network, faults, tmp_path):
     """The run goes on with one process until the machine is back. Then it saves, and two go on. No step is lost."""
     variables = holding(tmp_path, file=f"'{tmp_path}/held ' + os.environ.get('WORLD_SIZE', '')")
@@ -177,7 +177,7 @@ def test_machine_that_comes_back_is_taken_in(data, of_one, network, faults, tmp_
         assert_close_run(job.folder, of_one, TOLERANCE)
 
 
-@pytest.mark.promise(*MACHINES)
+@MACHINES
 def test_without_the_machine_of_the_rendezvous_the_job_ends_and_starts_elsewhere(
     data, of_one, network, faults, held, tmp_path
 ):

@@ -4,8 +4,7 @@ import gzip
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
-from commands import parametrize, refuses, table, write_files
+from commands import parametrize, refuses, shared, table, write_files
 from numpy.testing import assert_array_equal
 from test_text import make_documents, write_lines
 from test_train import write_shards
@@ -16,15 +15,14 @@ from data.text import prepare
 from data.tokenizer import END_OF_TEXT, load_tokenizer
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
+@shared
+def data(shared_path):
     """Return shards of 400 documents, with their folder, tokenizer, and haystacks of both splits."""
-    folder = tmp_path_factory.mktemp("needle")
-    write_lines(folder / "tales.jsonl", make_documents(400))
-    prepare([folder / "tales.jsonl"], folder, "bpe:400", val_fraction=0.3, shard_tokens=3000)
-    tokenizer = load_tokenizer(folder)
-    train, val = (Haystack.from_shards(folder, split, tokenizer) for split in ("train", "val"))
-    return SimpleNamespace(folder=folder, tokenizer=tokenizer, train=train, val=val)
+    write_lines(shared_path / "tales.jsonl", make_documents(400))
+    prepare([shared_path / "tales.jsonl"], shared_path, "bpe:400", val_fraction=0.3, shard_tokens=3000)
+    tokenizer = load_tokenizer(shared_path)
+    train, val = (Haystack.from_shards(shared_path, split, tokenizer) for split in ("train", "val"))
+    return SimpleNamespace(shared_path=shared_path, tokenizer=tokenizer, train=train, val=val)
 
 
 def documents(haystack):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, exit_code, one_error, python, table, write_files
+from commands import ROOT, exit_code, one_error, promise, python, shared, slow, table, write_files
 from test_methods import NAMES
 from test_train import arguments, make_data, steps_and_validations
 from wandb_stand_in import StandIn
@@ -17,9 +17,9 @@ import train_gpt
 from configs.config import Config
 from runtime.metrics import read_metrics
 
-OUTSIDE = (9, "nothing is written elsewhere, and keys reach no file")
-CONFIGS = (10, "every configuration trains or is refused")
-WANDB = (13, "a network that is lost costs wandb's mirror nothing")
+OUTSIDE = promise(9, "nothing is written elsewhere, and keys reach no file")
+CONFIGS = promise(10, "every configuration trains or is refused")
+WANDB = promise(13, "a network that is lost costs wandb's mirror nothing")
 
 
 # Python runs this in every process before anything else. It logs where files are made, changed or removed. It forbids
@@ -80,8 +80,8 @@ def guarded(folder: Path, *command) -> set[Path]:
     return {path for path in outside if "__pycache__" not in path.parts}  # Python's, beside each source file
 
 
-@pytest.mark.slow
-@pytest.mark.promise(*OUTSIDE)
+@slow
+@OUTSIDE
 def test_nothing_is_written_outside_nobody_is_called_and_keys_reach_no_file(data, tmp_path, faults):
     code = f"open({str(tmp_path / 'elsewhere')!r}, 'w')"
     assert guarded(tmp_path, "-c", code) == {(tmp_path / "elsewhere").resolve()}  # the guard sees it
@@ -100,16 +100,15 @@ EXTREMES = [*EXTREMES.split(" "), "", "a b", "9" * 400]
 SIZES = "vocab_size num_layers num_heads model_dim steps val_tokens batch_tokens train_length val_lengths".split()
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
+@shared
+def place(shared_path):
     """A folder with data, which runs are started in."""
-    folder = tmp_path_factory.mktemp("place")
-    make_data(folder / "data")
+    make_data(shared_path / "data")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+        patch.chdir(shared_path)
         patch.setenv("WANDB_MODE", "offline")
         patch.setattr(os, "_exit", sys.exit)
-        yield folder
+        yield shared_path
 
 
 @pytest.fixture
@@ -138,7 +137,7 @@ def outcome_of(place, capsys):
     return outcome_of
 
 
-@pytest.mark.promise(*CONFIGS)
+@CONFIGS
 @table("more, outcome", """
     --seed 18446744073709551616         | refused
     --keep 1{zeros}                     | refused
@@ -172,8 +171,8 @@ def test_impossible_fields_are_refused_and_extreme_ones_are_not(more, outcome, o
         assert outcome_of(more.format(zeros="0" * 400).split()) == outcome
 
 
-@pytest.mark.slow
-@pytest.mark.promise(*CONFIGS)
+@slow
+@CONFIGS
 def test_every_configuration_trains_or_is_refused_in_one_line(outcome_of, faults, long):
     rng, outcomes = random.Random(None if long else 0), set()
     fields = [name for name in Config.__dataclass_fields__ if name not in ("wandb", "compile", "device", "runs_dir")]
@@ -206,8 +205,8 @@ train_gpt.main()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.promise(*WANDB)
+@slow
+@WANDB
 def test_a_run_goes_on_without_network_and_is_sent_later(data, faults, tmp_path):
     home = dict(HOME=str(tmp_path))
     with faults("network lost in a run"):

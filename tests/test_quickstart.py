@@ -7,8 +7,7 @@ import subprocess
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
-from commands import ROOT, exit_code, names, one_error, parametrize, read_json, slow, update_json, write_files
+from commands import ROOT, exit_code, names, one_error, parametrize, read_json, shared, slow, update_json, write_files
 from test_text import make_documents, write_lines
 from tiny_run import sweeps_in_this_process
 
@@ -51,13 +50,12 @@ def test_text_and_tokenizer_come_from_this_machine(text, documents, share, tmp_p
     assert sum(map(int, re.findall(r"(\d+) documents", capsys.readouterr().out))) == documents
 
 
-@pytest.fixture(scope="module")
-def books(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("quickstart")
-    write_lines(folder / "books.jsonl", make_documents(3000))
+@shared
+def books(shared_path):
+    write_lines(shared_path / "books.jsonl", make_documents(3000))
     rows = python_source.ROW_LENGTHS
-    prepare([folder / "books.jsonl"], folder / "data", "bpe:1024", copy_rows=0.5, row_lengths=rows)
-    return folder
+    prepare([shared_path / "books.jsonl"], shared_path / "data", "bpe:1024", copy_rows=0.5, row_lengths=rows)
+    return shared_path
 
 
 def run(books, more=""):

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 
 import pytest
-from commands import ROOT, python, read_json, succeeds, write_files
+from commands import ROOT, parametrize, python, read_json, slow, succeeds, write_files
 from test_train import arguments, make_data
 from torch.distributed.run import get_args_parser
 
@@ -61,7 +61,7 @@ def test_links_lead_somewhere_and_every_page_is_linked():
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, of a module that other tests imported
-@pytest.mark.parametrize("line", COMMANDS)
+@parametrize("line", COMMANDS)
 def test_commands_are_understood(line, capsys):
     """Training commands pass read_config. For the others, --help knows the command and every option."""
     program, *argv = shlex.split(line)
@@ -99,7 +99,7 @@ def test_shell_scripts_of_the_pages_are_understood():
         assert given.training_script == "train_gpt.py"
 
 
-@pytest.mark.slow
+@slow
 def test_its_example_of_a_method_trains(tmp_path):
     """The method is added to a copy of the tree, as in the README."""
     write_files(tmp_path, {name: (ROOT / name).read_bytes() for name in tracked_files()})

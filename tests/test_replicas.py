@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch._dynamo  # here once, or else in every process by its optimizers
-from commands import parametrize
+from commands import CORRUPTION, parametrize, shared
 from lives import flip_bit, run_ranks
 from test_sharded import Trainer, groups
 
@@ -16,7 +16,6 @@ from runtime.checkpoint import load_newest, save_checkpoint
 from runtime.processes import World
 from runtime.replicas import checksum, differing_ranks
 
-CORRUPTION = (12, "flipped bits in checkpoints and in the memory of a rank are found")
 WORLDS = (2, 3, 4)
 
 
@@ -60,14 +59,13 @@ def newest_whole(world, folder):
     return state["step"], [path.name for path in damaged]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory, long):
+@shared
+def results(shared_path, long):
     """World size -> what each rank found."""
-    folder = tmp_path_factory.mktemp("gloo")
-    return run_ranks(work, WORLDS, folder, 300 if long else 12, folder)
+    return run_ranks(work, WORLDS, shared_path, 300 if long else 12, shared_path)
 
 
-@pytest.mark.promise(*CORRUPTION)
+@CORRUPTION
 @parametrize("world", WORLDS)
 def test_a_flipped_bit_in_the_memory_of_one_rank_names_it_on_all(results, world, faults):
     ours, *others = [found for found, _ in results[world]]

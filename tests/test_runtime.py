@@ -10,7 +10,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from commands import ROOT, names, parametrize, python, read_json, refuses, table, write_files
+from commands import CORRUPTION, ROOT, names, parametrize, python, read_json, refuses, table, write_files
 from test_data import flip
 
 from configs.config import Config
@@ -23,7 +23,6 @@ from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder, git_commit
 
 CPU = torch.device("cpu")
-CORRUPTION = (12, "flipped bits in checkpoints and in the memory of a rank are found")
 
 
 # ---- processes
@@ -165,7 +164,7 @@ STATE = dict(model=torch.arange(50.0), config=dict(name="x", lr=0.1 + 0.2))
 STATE["half"] = torch.arange(9)[::2].bfloat16()
 
 
-@pytest.mark.promise(*CORRUPTION)
+@CORRUPTION
 def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found(faults, long, tmp_path):
     """Bits are in data, pickle, checksum, and the archive's headers, index and padding. A missing end is found too."""
     path = save_checkpoint(tmp_path, 3, STATE)

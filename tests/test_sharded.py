@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from commands import shared
 from lives import run_ranks
 from torch import nn
 from torch.testing import assert_close
@@ -131,11 +132,10 @@ def train_and_measure(rank, world, folder=None):
     return results
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+@shared
+def ranks(shared_path):
     """World size -> results of each rank."""
-    folder = tmp_path_factory.mktemp("gloo")
-    return run_ranks(train_and_measure, (2, 3, 4), folder, folder)
+    return run_ranks(train_and_measure, (2, 3, 4), shared_path, shared_path)
 
 
 @pytest.fixture(params=[2, 3, 4])
@@ -144,7 +144,7 @@ def results(ranks, request):
     return ranks[request.param]
 
 
-@pytest.fixture(scope="module")
+@shared
 def alone():
     return train_and_measure(0, 1)
 

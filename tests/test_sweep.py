@@ -20,6 +20,7 @@ from commands import (
     is_alive,
     names,
     read_json,
+    shared,
     slow,
     succeeds,
     table,
@@ -51,12 +52,11 @@ TUNING = dict(haystack="shards", steps=20, sequences=4, examples=2, curriculum=0
 # ---- data and ways to sweep ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    write_lines(folder / "tales.jsonl", make_documents(2000))
-    prepare([folder], folder / "shards", "bpe:512", val_fraction=0.2)
-    return folder / "shards"
+@shared
+def data(shared_path):
+    write_lines(shared_path / "tales.jsonl", make_documents(2000))
+    prepare([shared_path], shared_path / "shards", "bpe:512", val_fraction=0.2)
+    return shared_path / "shards"
 
 
 def options(data, runs, methods="rope", sweep="table_losses", needle=TUNING, more=""):
@@ -116,10 +116,10 @@ def contents(folder):
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def finished(data, tmp_path_factory):
+@shared
+def finished(data, shared_path):
     """Return run folders of two methods that one command trained and fine-tuned, and its output."""
-    runs = tmp_path_factory.mktemp("finished") / "runs"
+    runs = shared_path / "runs"
     process = command(*tuning(data, runs, "rope alibi"), "--jobs", 2)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import tiktoken
-from commands import exit_code, fails, refuses, succeeds, table, write_files
+from commands import exit_code, fails, parametrize, refuses, shared, succeeds, table, write_files
 from tokenizers import Tokenizer, models
 
 from data.documents import REPLACED, DocumentReader
@@ -71,12 +71,11 @@ def shard_bytes(data_dir):
 prepare_320 = partial(prepare, tokenizer="bpe:320", val_fraction=0.2, shard_tokens=500)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+@shared
+def folder(shared_path):
     """Return a folder with 60 documents in `in`, which `out` has the shards of."""
-    folder = tmp_path_factory.mktemp("prepared")
-    prepare_320([write_folder(folder / "in", make_documents(60))], folder / "out")
-    return folder
+    prepare_320([write_folder(shared_path / "in", make_documents(60))], shared_path / "out")
+    return shared_path
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def test_a_document_is_in_the_same_split_whatever_the_files(folder, tmp_path, ou
     assert sorted(read_documents(out, "val")) == sorted(read_documents(folder / "out", "val"))
 
 
-@pytest.mark.parametrize("place", ["", "mine.json", "out/x.json", "data"])
+@parametrize("place", ["", "mine.json", "out/x.json", "data"])
 def test_preparing_twice_or_with_the_trained_tokenizer_gives_the_same_bytes(folder, tmp_path, out, place):
     out.mkdir()
     trained = folder / "out" / "tokenizer.json"
@@ -148,7 +147,7 @@ def pack(text, kind):
     return compress(text[:9].encode()) + compress(text[9:].encode())
 
 
-@pytest.mark.parametrize("kind", KINDS.split())
+@parametrize("kind", KINDS.split())
 def test_every_kind_of_file_is_read_in_a_folder_and_by_name(tmp_path, kind):
     content, path = pack("some text", kind.lower()), tmp_path / f"c4-train.00000{kind}"
     path.write_bytes(content)
@@ -199,7 +198,7 @@ def test_named_files_and_options(tmp_path, out):
     assert_documents(out, ["found", "a note", *map(str, range(20))])
 
 
-@pytest.mark.parametrize("count, fraction", [(1, 0.05), (1, 0.9), (3, 0.05)])
+@parametrize("count, fraction", [(1, 0.05), (1, 0.9), (3, 0.05)])
 def test_few_documents_are_cut_at_the_ends_of_lines(tmp_path, out, count, fraction):
     novels = {}
     for i in range(count):
@@ -275,7 +274,7 @@ def test_gpt2_without_a_network_is_refused_in_one_line(tmp_path, out, monkeypatc
     assert not out.exists()
 
 
-@pytest.fixture(scope="module")
+@shared
 def bad(folder):
     """Return a folder of files that cannot be read as text or as a tokenizer."""
     (folder / "bad/empty").mkdir(parents=True)

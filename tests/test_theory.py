@@ -3,12 +3,12 @@
 import math
 
 import numpy as np
-import pytest
 import reference
 import torch
 from attention_cases import random
 from commands import parametrize
 from numpy.polynomial.hermite_e import hermegauss
+from pytest import approx
 from scipy import stats
 
 from model.methods.scale_invariant import main
@@ -50,7 +50,7 @@ def test_iid_entropy_follows_the_papers_formulas(tau):
             values = [one[quantity] for one in statistics]
             row = rows.pop((method, length, quantity))
             found = [row["mean"], row["stderr"], row["seeds"]]
-            assert found == pytest.approx([np.mean(values), stats.sem(values), draws], rel=1e-10)
+            assert found == approx([np.mean(values), stats.sem(values), draws], rel=1e-10)
     assert not rows
 
 
@@ -65,7 +65,7 @@ def test_entropies_of_ranges_of_distances_follow_the_papers_formula(scaled):
         for factor in (3, 5):
             values = [literal_statistics(each)["entropy"] for each in logits[:, : start * (factor - 1)]]
             expected = dict(start=start, factor=factor, mean=np.mean(values), stderr=stats.sem(values), seeds=6)
-            assert next(rows) == pytest.approx(expected, rel=1e-10)
+            assert next(rows) == approx(expected, rel=1e-10)
 
 
 @parametrize("tau", [0.01, 1.0, 10.0, 100.0])
@@ -77,7 +77,7 @@ def test_lemmas_hold_to_rounding(tau):
         a, m = (x.item() for x in theory.coefficients(torch.tensor(t), tau=tau))
         logits = a * z + m
         for values in (np.exp(logits), logits * np.exp(logits)):
-            assert weights @ values == pytest.approx(math.exp(0.5) / (t / tau + 1), rel=1e-10)
+            assert weights @ values == approx(math.exp(0.5) / (t / tau + 1), rel=1e-10)
 
 
 def test_the_printed_decades_are_the_papers_claim(capsys):

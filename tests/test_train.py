@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT, TWO_RANKS, fails, names, parametrize, python, read_json, slow, succeeds, table
+from pytest import approx
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_flatten
 
@@ -143,7 +144,7 @@ def assert_close_run(folder, reference, tolerance=1e-4):
     ours, expected = (read_metrics(f / "metrics.jsonl") for f in (folder, reference))
     for record, other in zip(ours, expected, strict=True):
         for key, allowed in tolerances.items():
-            assert record.get(key) == pytest.approx(other.get(key), abs=allowed)
+            assert record.get(key) == approx(other.get(key), abs=allowed)
 
 
 @torch.no_grad()
@@ -192,14 +193,14 @@ def test_files_of_a_run(finished, data):
 
 def test_record_of_every_step_and_validation(finished):
     steps, validations = steps_and_validations(finished)
-    assert steps[0]["train_loss"] == pytest.approx(math.log(64), abs=1e-5)  # the head starts at zero
+    assert steps[0]["train_loss"] == approx(math.log(64), abs=1e-5)  # the head starts at zero
     keys = {"step", "tokens", "train_loss", "grad_norm", "lr"} | TIMES - {"val_seconds"}
     peaks = dict(matrices=0.02, embedding=0.3, head=0.002)
     for step, record in zip(range(1, 21), steps, strict=True):
         assert record.keys() == keys and record["step"] == step and record["tokens"] == 128 * step
         assert 0 < record["grad_norm"] < 100 and record["tokens_per_second"] > 0
         factor = min(1, (21 - step) / 6)
-        assert record["lr"] == pytest.approx({name: peak * factor for name, peak in peaks.items()})
+        assert record["lr"] == approx({name: peak * factor for name, peak in peaks.items()})
 
     keys = "step tokens val_tokens val_loss val_loss_by_position max_logit attention_entropy method_parameters"
     for step, record in zip((0, 5, 10, 15, 20), validations, strict=True):
@@ -228,7 +229,7 @@ def test_the_weights_of_one_training_are_validated_as_others(data, tmp_path):
     assert summary["val_loss_as"] == validations[-1]["val_loss_as"]
     for other, losses in summary["val_loss_as"].items():
         alone = read_json(train_here(data, tmp_path / other, f"--method {other}") / "summary.json")
-        assert losses == pytest.approx(alone["val_loss"], rel=1e-6)
+        assert losses == approx(alone["val_loss"], rel=1e-6)
         assert losses["16"] == summary["val_loss"]["16"] and losses["64"] != summary["val_loss"]["64"]
 
 
@@ -244,7 +245,7 @@ def test_validation_equals_a_plain_loop(finished, data, length):
     )
     validation = steps_and_validations(finished)[1][-1]
     for key, value in expected.items():  # lists have five decimals
-        assert validation[key][str(length)] == pytest.approx(value, abs=1e-5 if key == "val_loss" else 2e-5), key
+        assert validation[key][str(length)] == approx(value, abs=1e-5 if key == "val_loss" else 2e-5), key
 
 
 def test_parameters_of_a_method_are_recorded(data, tmp_path):
@@ -262,7 +263,7 @@ def test_largest_logits_are_of_the_validation_text(data, finished):
     tokens, model = np.resize(validation_tokens(data), (128, 16)), trained_model(finished, data)
     found = attention_by_layer(model, torch.from_numpy(tokens).long(), model.plan(16))
     _, validations = steps_and_validations(finished)
-    assert validations[-1]["max_logit"] == pytest.approx(found["max_logit"], rel=1e-4)
+    assert validations[-1]["max_logit"] == approx(found["max_logit"], rel=1e-4)
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
     assert_same_run(train(data, tmp_path, f"{small} --resume auto", **anew), whole)
 
 
-@pytest.mark.parametrize("owner, name, call, saved", [
+@parametrize("owner, name, call, saved", [
     (TrainLoader, "__next__", 8, 7),  # between two updates
     (Muon, "step", 8, 5),  # Adam's parameters are updated already
 ])
@@ -355,8 +356,8 @@ def test_a_length_schedule_trains_on_the_same_tokens_on_any_number_of_processes(
     folder = train_here(data, tmp_path / "one", SCHEDULE)
     first, second = (steps_and_validations(f)[0] for f in (folder, finished))
     assert [r["tokens"] for r in first] == [r["tokens"] for r in second]
-    assert first[0]["train_loss"] == pytest.approx(second[0]["train_loss"], rel=1e-5)  # layers add 0 at first
-    assert first[5]["grad_norm"] != pytest.approx(second[5]["grad_norm"], rel=1e-5)  # less context
+    assert first[0]["train_loss"] == approx(second[0]["train_loss"], rel=1e-5)  # layers add 0 at first
+    assert first[5]["grad_norm"] != approx(second[5]["grad_norm"], rel=1e-5)  # less context
     assert_close_run(train(data, tmp_path / "two", SCHEDULE, TWO_RANKS), folder)
 
 
@@ -405,7 +406,7 @@ def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(d
     stream = open_split(data, "train", 64)
     text = stream.read(20 * 128, 129, 64)  # after the 20 steps of the source
     expected = plain_losses(trained_model(finished, data, method), sequences(text, 16)).mean().item()
-    assert steps_and_validations(folder)[0][0]["train_loss"] == pytest.approx(expected, abs=1e-4) and expected < 3.5
+    assert steps_and_validations(folder)[0][0]["train_loss"] == approx(expected, abs=1e-4) and expected < 3.5
     used = read_json(folder / "data.json")["train"]
     assert used == stream.fingerprint((20 + 6) * 128) != stream.fingerprint(6 * 128)
     assert_resumes(data, tmp_path / "resumed", folder, more)

@@ -3,8 +3,8 @@
 import dataclasses
 from functools import partial
 
-import pytest
 from commands import parametrize
+from pytest import approx
 
 from configs.presets import preset
 from measure.flops import attention_flops_per_token, forward_flops_per_token, validation_share
@@ -59,19 +59,19 @@ def test_a_part_is_whole_sequences_of_every_length(lengths, tokens, part):
 
 def test_share_of_the_training_flops():
     """Forward, a token costs 2 (12 d^2 L + d V) + 2 d (T + 1) L: 1.455 GFLOP at 64k."""
-    assert FORWARD[65_536] == pytest.approx(1.4551e9, rel=1e-4)
+    assert FORWARD[65_536] == approx(1.4551e9, rel=1e-4)
     training = 4578 * 524_288 * 3 * FORWARD[4096]
     share = 38 * FULL * sum(FORWARD.values()) / training
-    assert validation_share(PAPER) == pytest.approx(share, rel=1e-12) and share == pytest.approx(0.399, abs=5e-4)
+    assert validation_share(PAPER) == approx(share, rel=1e-12) and share == approx(0.399, abs=5e-4)
     others = FORWARD[16_384] + FORWARD[65_536]
     expected = (38 * FORWARD[4096] + (10 / 4 + 1) * others) * FULL / training
-    assert validation_share(changed(val_profile="fast")) == pytest.approx(expected, rel=1e-12)
+    assert validation_share(changed(val_profile="fast")) == approx(expected, rel=1e-12)
 
 
 def test_the_share_counts_other_methods_beyond_the_training_length():
     at = {T: validation_share(changed(val_lengths=(T,))) for T in ALL}
     share = validation_share(changed(method="rope", validate_as=("rope_ntk", "yarn")))
-    assert share == pytest.approx(at[4096] + 3 * (at[16_384] + at[65_536]), rel=1e-12)
+    assert share == approx(at[4096] + 3 * (at[16_384] + at[65_536]), rel=1e-12)
 
 
 def test_flops_of_wider_queries_and_keys():
