@@ -106,6 +106,19 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def contents(folder):
+    """Return the bytes of all files by path. Of a lock, which each process writes anew, only that it is there."""
+    return {path: path.name == "lock" or path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def unchanged(folder):
+    """Expect that a block changes no file in a folder."""
+    before = contents(folder)
+    yield
+    assert contents(folder) == before
+
+
 def wait_for(condition, seconds=600):
     end = time.monotonic() + seconds
     while not (value := condition()):

@@ -5,16 +5,15 @@ import itertools
 import json
 import math
 import shutil
-import sysconfig
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from commands import ROOT, TWO_RANKS, fails, names, parametrize, python, read_json, slow, succeeds, table
+from commands import ROOT, TWO_RANKS, fails, names, parametrize, python, read_json, slow, succeeds, table, unchanged
 from pytest import approx
 from torch.nn.functional import cross_entropy
-from torch.utils._pytree import tree_flatten
+from torch.testing import assert_close
 
 import train_gpt
 from configs.command_line import read_config
@@ -60,7 +59,8 @@ def write_shards(folder, train=(), val=(), tokenizer="none", vocab_size=64, **op
 
 
 def validation_tokens(data):
-    return np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in sorted(data.glob("*_val_*.bin"))])
+    stream = open_split(data, "val", 64)
+    return stream.read(0, len(stream))
 
 
 def arguments(data, runs, more=""):
@@ -112,22 +112,13 @@ def steps_and_validations(folder):
     return [r for r in records if "train_loss" in r], [r for r in records if "val_loss" in r]
 
 
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*.*")}  # all files but the lock
-
-
 def numbers(folder):
     """Return the records and the summary of a run, without times."""
     records = [*read_metrics(folder / "metrics.jsonl"), read_json(folder / "summary.json")]
     return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
 
 
-def assert_same_numbers(a, b):
-    """Bit for bit, through dicts and lists."""
-    (a, layout), (b, expected) = tree_flatten(a), tree_flatten(b)
-    assert layout == expected
-    for left, right in zip(a, b):
-        assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+assert_same_numbers = partial(assert_close, rtol=0, atol=0)  # through dicts and lists
 
 
 def assert_same_run(folder, reference):
@@ -298,8 +289,6 @@ def test_resumes_bit_for_bit_and_random_numbers_go_on(data, tmp_path, monkeypatc
 @slow
 def test_resumes_bit_for_bit_when_compiled(data, tmp_path):
     """The resumed run compiles its graphs anew. It does not take them from the cache of the first run."""
-    if not (shutil.which("g++") and Path(sysconfig.get_path("include"), "Python.h").exists()):
-        pytest.skip("torch.compile needs a C++ compiler and Python's headers")
     small = "--compile on --num_layers 1 --val_lengths 16"
     anew = dict(TORCHINDUCTOR_FX_GRAPH_CACHE="0", TORCHINDUCTOR_AUTOGRAD_CACHE="0")
     whole = train(data, tmp_path / "whole", small)
@@ -332,15 +321,14 @@ def test_a_run_is_extended_unless_its_learning_rate_has_cooled_down(data, copied
     assert_same_run(short, train_here(data, tmp_path / "long", longer))
     other = train_here(data, tmp_path / "other", "--cooldown_steps 0 --val_every 0 --data_seed 1")  # more steps reorder
     for folder, seed in ((copied, 0), (other, 1)):
-        before, more = contents(folder), f"{longer} --data_seed {seed} --resume auto"
-        fails(capsys, f"--init_from {folder}", train_gpt.main, *arguments(data, folder.parent, more))
-        assert contents(folder) == before
+        argv = arguments(data, folder.parent, f"{longer} --data_seed {seed} --resume auto")
+        with unchanged(folder):
+            fails(capsys, f"--init_from {folder}", train_gpt.main, *argv)
 
 
 def test_finished_run_is_not_repeated(data, copied):
-    before = contents(copied)
-    train_here(data, copied.parent, "--resume auto")
-    assert contents(copied) == before
+    with unchanged(copied):
+        train_here(data, copied.parent, "--resume auto")
 
 
 # ---- micro-batches, and shorter sequences first ----------------------------------------------------------------------
@@ -391,9 +379,9 @@ def test_wrong_field_is_one_line_and_no_run_folder(data, tmp_path, capsys, more,
 def test_a_folder_of_another_run_is_refused_and_left_alone(data, copied, tmp_path, capsys, more, named):
     """Another number of kept checkpoints is no difference, because it changes nothing that is computed."""
     other = make_data(tmp_path / "other", seed=1)
-    before = contents(copied)
-    error = fails(capsys, named, train_gpt.main, *arguments(data, copied.parent, more.format(other=other)))
-    assert "keep" not in error and contents(copied) == before
+    with unchanged(copied):
+        error = fails(capsys, named, train_gpt.main, *arguments(data, copied.parent, more.format(other=other)))
+    assert "keep" not in error
 
 
 # ---- weights of another run ------------------------------------------------------------------------------------------
