@@ -1,6 +1,7 @@
 """Copy gain against losses by the logits; micro-batches, ranks, a run's validation and scripts.evaluate."""
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,6 @@ from numpy.lib.stride_tricks import sliding_window_view as windows
 from pytest import approx
 from test_gpt import make_gpt
 from test_train import one_thread, plain_losses, steps_and_validations, train_here, write_shards  # noqa: F401
-from torch.utils._pytree import tree_flatten
 
 from data.shards import open_split
 from measure.copy_gain import KINDS, SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain, recovery
@@ -85,9 +85,7 @@ def test_losses_and_gains_equal_those_of_the_logits(stream):
                 assert result[name][kind][str(gap)] == approx(value, abs=1e-4)
 
 
-def assert_close(result, expected):
-    (ours, names), (others, expected_names) = tree_flatten(result), tree_flatten(expected)
-    assert names == expected_names and ours == approx(others, abs=1e-5)
+assert_close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-5)  # through dicts and pairs
 
 
 def measure_on_rank(rank, world, data, micro_batch_tokens):

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 from attention_cases import assert_near, attend, make_case, parse, random_qkv
-from commands import parametrize, refuses
+from commands import parametrize, refuses, table
 from test_gpt import make_random_gpt, random_tokens
 
 from model.decoding import Decoder, greedy_decode
@@ -29,13 +29,13 @@ def make_model(name, options=None, **more):
 
 
 @torch.no_grad()
-def full_logits(model, tokens, target_length=None):
-    return model(tokens, plan=model.plan(tokens.shape[1], target_length=target_length))  # (B, T, V)
+def full_logits(model, tokens, **options):
+    return model(tokens, plan=model.plan(tokens.shape[1], **options))  # (B, T, V)
 
 
-def decoded_logits(model, tokens, prompt_length, target_length=None):
+def decoded_logits(model, tokens, prompt_length, **options):
     """Of the last prompt token and all tokens after it."""
-    decoder = Decoder(model, tokens.shape[1], target_length=target_length)
+    decoder = Decoder(model, tokens.shape[1], **options)
     logits = [decoder.prefill(tokens[:, :prompt_length])]
     logits += [decoder.step(token) for token in tokens[:, prompt_length:].unbind(1)]
     return torch.stack(logits, dim=1)
@@ -62,16 +62,20 @@ def test_bfloat16_logits_are_near_float32(name):
     assert 0 < (logits - expected).std() < 0.05 * expected.std()
 
 
-@parametrize("name, options", [("rope_ntk", {}), ("yarn", {}), ("logn_rope", dict(context="length"))])
-def test_the_target_position_scales_prompt_and_steps_alike(name, options):
-    model = make_model(name, options)
+@parametrize("case", ["rope_ntk", "yarn", "logn_rope context=length"])
+def test_the_target_position_scales_prompt_and_steps_alike(case):
+    model = make_model(*parse(case))
     tokens, _ = random_tokens(12 + STEPS)
-    far, near = (full_logits(model, tokens, target)[:, 11:] for target in (1000, None))
+    far, near = (full_logits(model, tokens, target_length=target)[:, 11:] for target in (1000, None))
     assert ((far - near).abs().amax(dim=-1) > 1e-2).all()  # else the next line says nothing
-    assert_near(decoded_logits(model, tokens, 12, 1000), far, 1e-5)
+    assert_near(decoded_logits(model, tokens, 12, target_length=1000), far, 1e-5)
 
 
-@parametrize("name, other", [("rope", "rope_ntk"), ("rope", "yarn"), ("logn_rope", "logn_ntk")])
+@table("name, other", """
+    rope      | rope_ntk
+    rope      | yarn
+    logn_rope | logn_ntk
+""")
 @torch.no_grad()
 def test_a_model_decodes_as_a_method_that_trains_identically(name, other):
     models, (tokens, _) = [make_model(name), make_model(other)], random_tokens(40)  # models of the same weights
@@ -106,7 +110,7 @@ def test_greedy_decoding_chooses_the_most_likely_token_each_time(name):
     tokens, _ = random_tokens(21, batch=3)
     expected = tokens
     for _ in range(12):
-        best = full_logits(model, expected, 32)[:, -1].argmax(dim=-1)  # it sees 21 + 12 - 1
+        best = full_logits(model, expected, target_length=32)[:, -1].argmax(dim=-1)  # it sees 21 + 12 - 1
         expected = torch.cat([expected, best.unsqueeze(1)], dim=1)
     assert torch.equal(greedy_decode(model, tokens, 12), expected[:, 21:])
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from attention_cases import assert_near
 from commands import exit_code, parametrize, read_json, succeeds
+from test_decoding import decoded_logits, full_logits
 from test_gpt import make_random_gpt, random_tokens
-from test_train import plain_losses
+from test_train import plain_losses, sequences
 from tiny_run import train_tiny_run
 
 from data.shards import open_split
 from measure.documents import own_context
-from model.decoding import Decoder
 from model.methods import METHODS
 from scripts import evaluate
 from scripts.shared.runs import load_run
@@ -41,12 +41,10 @@ def test_the_loss_on_these_tokens_is_measured_at_the_end_and_by_evaluate(tmp_pat
     config, model = load_run(run, torch.device("cpu"))
     stream = open_split(tmp_path / "data", "val", config.vocab_size)
     token = stream.document_token
-    text = stream.read(0, 961)
+    text = sequences(stream.read(0, 961), 240)
     assert (text == token).sum() >= 3
-    inputs = text[:-1].reshape(-1, 240)
-    with torch.no_grad():
-        losses = plain_losses(model, np.lib.stride_tricks.sliding_window_view(text, 241)[::240])
-    chosen = np.array([by_counting(row, token) for row in inputs]) > 24
+    losses = plain_losses(model, text)
+    chosen = np.array([by_counting(row, token) for row in text[:, :-1]]) > 24
     assert 0 < chosen.sum() < chosen.size
     assert summary["val_tokens_own"] == {"240": chosen.sum()}
     assert summary["val_loss_own"]["240"] == pytest.approx(losses.numpy()[chosen].mean(), abs=1e-5)
@@ -88,12 +86,8 @@ def test_within_documents_a_model_computes_each_document_alone(name):
 @parametrize("name", ["rope", "logn_p_rope", "scale_invariant_p_rope"])
 def test_decoding_stays_within_documents(name):
     model, (tokens, _) = make_random_gpt(name), several_documents(60)
-    decoder = Decoder(model, 60, document_token=0)
-    logits = [decoder.prefill(tokens[:, :30])]
-    logits += [decoder.step(token) for token in tokens[:, 30:].unbind(1)]
-    with torch.no_grad():
-        expected = model(tokens, plan=model.plan(60, document_token=0))
-    assert_near(torch.stack(logits, dim=1), expected[:, 29:], 1e-5)
+    expected = full_logits(model, tokens, document_token=0)
+    assert_near(decoded_logits(model, tokens, 30, document_token=0), expected[:, 29:], 1e-5)
 
 
 def test_a_run_trains_and_validates_within_documents(tmp_path):

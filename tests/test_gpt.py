@@ -1,4 +1,4 @@
-"""The model against a plain float64 form of it, its initial state, causality, and what length and precision change."""
+"""The model against a plain float64 form of it, its initial state, and what length and precision change."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import reference
 import torch
 import torch.nn.functional as F
 from attention_cases import CPU, assert_near, cast, random
-from commands import parametrize, refuses, slow
+from commands import parametrize, refuses, slow, table
 from pytest import approx
 from test_methods import NAMES
 
@@ -49,9 +49,9 @@ def make_random_gpt(name="scale_invariant_p_rope", **arguments):
     return randomize(make_gpt(name, **arguments))
 
 
-def random_tokens(length, batch=2, vocab_size=VOCAB, seed=0):
+def random_tokens(length, batch=2, vocab_size=VOCAB):
     """tokens and targets, each (batch, length)."""
-    tokens = torch.randint(vocab_size, (batch, length + 1), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(vocab_size, (batch, length + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -59,7 +59,7 @@ def rms_norm(x):
     return x / (x.square().mean(dim=-1, keepdim=True) + 2.0 ** -23).sqrt()
 
 
-def plain_layers(name, p, tokens, num_heads=HEADS):
+def plain_layers(name, p, tokens):
     """Yield q and k (B, H, T, D) after QK-norm, the method's parameter, and the output (B, T, C) of each layer.
 
     The layers are record #8 of modded-nanogpt with the method in its attention. p: parameters by name, in float64.
@@ -69,8 +69,7 @@ def plain_layers(name, p, tokens, num_heads=HEADS):
         mine = {key.removeprefix(f"blocks.{layer}."): value for key, value in p.items()}
         learned = next((mine[key] for key in mine if key.startswith("attention.method")), None)
         q, k, v = (rms_norm(x) @ matrix.T for matrix in mine["attention.qkv"])
-        shape = *tokens.shape, num_heads, -1
-        q, k, v = (y.view(shape).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
         q, k = rms_norm(q), rms_norm(k)
         y = reference.attend(name, q, k, v, train_length=TRAIN_LENGTH, learned=learned, **options_of(name))
         x = x + y.transpose(1, 2).flatten(2) @ mine["attention.proj"].T
@@ -103,15 +102,18 @@ def test_loss_and_all_gradients_equal_the_plain_form(name, length):
 
 
 @every_method
-@parametrize("preset, matrices, numbers", [
-    ("gpt_162m_4k", 162_201_600, 72),
-    ("gpt_304m_4k", 304_349_184, 128),
-])
+@table("preset, matrices, numbers", """
+    gpt_162m_4k | 162_201_600 | 72
+    gpt_304m_4k | 304_349_184 | 128
+    quickstart  | 851_968     | 6
+    mini_large  | 2_555_904   | 12
+""")
 def test_parameter_count(preset, matrices, numbers, name):
+    """numbers: one a layer and head, of the methods that learn it."""
     with torch.device("meta"):
         model = GPT(dataclasses.replace(PRESETS[preset](), method=name))
-    extra = numbers if name.startswith(("logn", "infini")) else 0  # one number a layer and head
-    assert sum(p.numel() for p in model.parameters()) == matrices + extra
+    extra = int(numbers) * name.startswith(("logn", "infini"))
+    assert sum(p.numel() for p in model.parameters()) == int(matrices) + extra
 
 
 def assert_uniform(weight, bound):
@@ -146,20 +148,6 @@ def test_the_seed_alone_decides_the_initial_weights(name):
 def test_heads_that_do_not_divide_the_width_are_refused():
     with refuses("model_dim 96", "num_heads 5"):
         make_gpt(num_heads=5)
-
-
-@torch.no_grad()
-@every_method
-def test_a_token_changes_no_loss_before_it(name):
-    model = make_random_gpt(name)
-    tokens, targets = random_tokens(4 * TRAIN_LENGTH + 3)
-    before = model(tokens, targets, per_token=True)
-    for t in (1, TRAIN_LENGTH, 100, 130):
-        changed = tokens.clone()
-        changed[:, t] = (tokens[:, t] + 1) % VOCAB
-        change = (model(changed, targets, per_token=True) - before).abs()
-        assert change[:, :t].max() <= 1e-5
-        assert (change[:, t:] > 1e-4).float().mean() > 0.9
 
 
 @torch.no_grad()

@@ -20,7 +20,8 @@ from attention_cases import (
 from commands import parametrize, slow
 from reference import alibi_slopes
 from test_gpt import make_random_gpt, random_tokens
-from test_rivals import by_rows, check_formula, make, nape, sigmoid
+from test_rivals import by_rows, check_formula, make, nape
+from torch import sigmoid
 
 from model import query_blocks
 from model.methods.base import Shape

@@ -25,6 +25,7 @@ from attention_cases import (
 from commands import parametrize, refuses, slow, table
 from reference import alibi_slopes
 from test_gpt import make_random_gpt, random_tokens
+from torch import sigmoid
 
 from model.attention.choose import BACKENDS
 from model.attention.reference import attention_logits, plain_attention
@@ -44,9 +45,9 @@ CASES = """fox | p_rope+forget | scale_invariant+forget | p_rope+scale_invariant
 SPREAD = {"nape": 0.02, "nape_entmax": 0.02, "bam_ssmax": 0.1}
 
 
-def make(name, num_heads=2, head_dim=8, position_scale=1.0, **options):
+def make(name, num_heads=2, head_dim=8, **options):
     """Return a method with random parameters."""
-    method = make_method(name, Shape(num_heads, head_dim, 64, position_scale), **options)
+    method = make_method(name, Shape(num_heads, head_dim, 64), **options)
     for seed, parameter in enumerate(method.parameters()):
         parameter.data = SPREAD.get(name, 0.3) * random(*parameter.shape, seed=seed).float()
     return method
@@ -64,10 +65,6 @@ def by_rows(weights, q, k, v):
         row = weights(i, (i - torch.arange(i + 1)).double(), S)
         rows.append((row[..., None] * v[:, :, : i + 1]).sum(2))
     return torch.stack(rows, dim=2)
-
-
-def sigmoid(x):
-    return 1 / (1 + torch.exp(-x))
 
 
 def paper(t, S):

@@ -208,9 +208,3 @@ def test_the_norm_of_bfloat16_gradients_is_a_float32_number():
     exact = p.grad.double().square().sum().item()
     optimizers = Optimizers(dict(only=Group([p], torch.optim.Adam, 0.1)))
     assert optimizers.reduce_gradients().item() == pytest.approx(exact, rel=1e-5)
-
-
-def test_resumed_on_one_process_bit_for_bit(alone):
-    trainer = Trainer(saved=alone["checkpoint"])
-    assert_same(trainer.train(range(3, STEPS)), alone["last"])
-    assert_same(trainer.state(), alone["end"])
