@@ -107,13 +107,13 @@ def names(folder):
 
 
 def contents(folder):
-    """Return the bytes of all files by path. Of a lock, which each process writes anew, only that it is there."""
-    return {path: path.name == "lock" or path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Return the bytes of all files by path. Of folders, and of locks, which name a process, only that they exist."""
+    return {path: path.is_dir() or path.name == "lock" or path.read_bytes() for path in folder.rglob("*")}
 
 
 @contextmanager
 def unchanged(folder):
-    """Expect that a block changes no file in a folder."""
+    """Expect that a block changes nothing in a folder."""
     before = contents(folder)
     yield
     assert contents(folder) == before

@@ -90,7 +90,7 @@ def shared_path(tmp_path_factory):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    return shutil.copytree(finished, tmp_path / "runs" / "run")
+    return shutil.copytree(finished, tmp_path / "runs/run")
 
 
 @pytest.fixture

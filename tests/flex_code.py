@@ -190,7 +190,7 @@ def compile_kernel(kernel, signature, constants, attributes, options, arch):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+        disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
         listing = subprocess.run([disassembler, "-c", file.name], capture_output=True, text=True, check=True).stdout
     return binary, listing
 

@@ -21,7 +21,7 @@ from attention_cases import (
     random_documents,
     skip_unless_runs,
 )
-from commands import parametrize, refuses, slow
+from commands import parametrize, refuses, slow, table
 from torch.nn.attention import SDPBackend
 from torch.nn.attention import flex_attention as torch_flex
 
@@ -168,17 +168,17 @@ def test_cudnn_takes_no_mask(monkeypatch):
     assert allowed == [False, True]
 
 
-@parametrize("backend, name, field", [
-    ("flash", "rope", "'flash'"),
-    ("sdpa", "alibi", "sdpa"),
-    ("sdpa", "window", "sdpa.*window"),
-    ("sdpa", "sink", "sdpa.*sink"),
-    ("sdpa", "key_bias", "sdpa.*key"),
-    ("flex", "infini", "flex"),
-    ("flex", "sink", "flex"),
-    ("flex_flash", "nope", "cpu"),
-    ("cpu", "skip_first", "first key"),
-])
+@table("backend, name, field", """
+    flash      | rope       | 'flash'
+    sdpa       | alibi      | sdpa
+    sdpa       | window     | sdpa.*window
+    sdpa       | sink       | sdpa.*sink
+    sdpa       | key_bias   | sdpa.*key
+    flex       | infini     | flex
+    flex       | sink       | flex
+    flex_flash | nope       | cpu
+    cpu        | skip_first | first key
+""")
 def test_a_backend_that_cannot_run_is_refused(backend, name, field):
     with refuses(field):
         make_plan(make_case(name), 5, 5, backend=backend)
@@ -191,7 +191,7 @@ def test_a_backend_that_cannot_run_is_refused(backend, name, field):
     (5, MAX_LENGTH + 1, dict(backend="cpu")),
 ])
 def test_lengths_and_options_that_do_not_fit_are_refused(queries, keys, options):
-    with pytest.raises(ValueError):
+    with refuses():
         make_plan(make_case("scale_invariant"), queries, keys, **options)
 
 

@@ -84,7 +84,7 @@ def test_the_tables_hold_the_losses_and_accuracies_of_the_runs(chain):
     folder, runs, output = chain
     (path,) = folder.glob("runs/mini-p_rope-*/")
     loss = read_json(path / "summary.json")["val_loss"]["256"]
-    sections = reproduce.read_sections(folder / "out" / "tables.md")
+    sections = reproduce.read_sections(folder / "out/tables.md")
     assert re.search(rf"\| p-RoPE.*{loss:.3f}", sections["table_losses"])
     assert output["needle"].count(": fine-tuning finished") == len(runs)
     assert "0.000" in sections["table_needle"]

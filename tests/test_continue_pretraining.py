@@ -177,7 +177,7 @@ def test_updates_below_the_precision_of_bfloat16_count_on_average():
 def test_a_step_that_is_not_finite_ends_the_run(place, tmp_path, capsys):
     fails(capsys, "loss", command.main, *arguments(place, tmp_path, "--lr 1e20 --save_every 1"))
     run = tmp_path / "run"
-    assert not (run / "checkpoints" / f"step_{STEPS:06d}.pt").exists() and not (run / "summary.json").exists()
+    assert not (run / f"checkpoints/step_{STEPS:06d}.pt").exists() and not (run / "summary.json").exists()
 
 
 @parametrize("after", [2, 3])
@@ -196,14 +196,14 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undi
         context.setattr(WithLoss, "forward", stop)
         assert exit_code(command.main, argv) == 75
     assert (run / "interrupted").read_text() == "SIGTERM\n" and not (run / "summary.json").exists()
-    assert (run / "checkpoints" / f"step_{after:06d}.pt").exists()
+    assert (run / f"checkpoints/step_{after:06d}.pt").exists()
     succeeds(command.main, *argv)
     assert_same_run(run, undisturbed)
     shutil.rmtree(run / "checkpoints")  # of a finished run, whose model must stay
-    model = (run / "model" / "model.safetensors").read_bytes()
+    model = (run / "model/model.safetensors").read_bytes()
     succeeds(command.main, *argv)
     assert numbers(run) == numbers(undisturbed)
-    assert (run / "model" / "model.safetensors").read_bytes() == model
+    assert (run / "model/model.safetensors").read_bytes() == model
 
 
 @slow

@@ -99,7 +99,7 @@ def test_killed_at_every_kind_of_moment(live, faults, long, tmp_path):
             steps = steps_of(tmp_path) if (tmp_path / "run/metrics.jsonl").exists() else []
             assert steps == list(range(1, len(steps) + 1)) and len(steps) >= saved_step(tmp_path)
     live(tmp_path, more)
-    assert_same_run(tmp_path / "run", tmp_path / "undisturbed" / "run")
+    assert_same_run(tmp_path / "run", tmp_path / "undisturbed/run")
     assert not list((tmp_path / "run").rglob("*.partial"))
 
 
@@ -162,7 +162,7 @@ def test_compilers_end_with_it(faults):
 
 @SIGNALS
 def test_under_torchrun_the_launcher_of_the_docs_exits_with_75(data, faults, tmp_path):
-    page = (ROOT / "docs" / "train.md").read_text()
+    page = (ROOT / "docs/train.md").read_text()
     (script,) = re.findall(r"```bash\n(#!/bin/bash\n# launch.sh.*?)```", page, re.DOTALL)
     run = str(tmp_path / "run")
     for text, ours in {

@@ -200,7 +200,7 @@ def test_no_code_of_a_folder_is_run(folder, tmp_path):
 
 
 def test_the_example_of_the_page_runs(folder, tmp_path, monkeypatch, capsys):
-    code = (ROOT / "docs" / "huggingface.md").read_text().split("```python\n")[1].split("```")[0]
+    code = (ROOT / "docs/huggingface.md").read_text().split("```python\n")[1].split("```")[0]
     for original, here in (("meta-llama/Llama-2-7b-hf", str(folder)), ('device="cuda"', 'device="cpu"')):
         assert code.count(original) == 1
         code = code.replace(original, here)

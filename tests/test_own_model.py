@@ -11,7 +11,7 @@ from attention_cases import cast, gradients
 from commands import ROOT, parametrize, python, slow
 from torch.testing import assert_close
 
-PAGE = (ROOT / "docs" / "methods.md").read_text()
+PAGE = (ROOT / "docs/methods.md").read_text()
 SCORE_MOD, KERNEL, INTERFACE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -20,7 +20,7 @@ def test_flex_attention_and_our_kernels(tmp_path):
     """The folder holds only the files that the page tells to copy. tests/reference.py gives the float64 values."""
     assert "`model/`" in PAGE and "`errors.py`" in PAGE
     shutil.copytree(ROOT / "model", tmp_path / "model")
-    for path in (ROOT / "errors.py", ROOT / "tests" / "reference.py"):
+    for path in (ROOT / "errors.py", ROOT / "tests/reference.py"):
         shutil.copy(path, tmp_path)
     script = f"""
 import torch

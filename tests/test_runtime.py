@@ -50,24 +50,21 @@ def test_a_rank_binds_its_gpu_and_keeps_the_settings_of_the_user(setting, monkey
     torchrun = "RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4 MASTER_ADDR=node1 MASTER_PORT=29500"
     torchrun = dict(word.split("=") for word in f"{torchrun} TRITON_DEFAULT_FP_FUSION=1".split())
     monkeypatch.setattr(os, "environ", {name: os.environ[name] for name in kept} | torchrun | setting)
-    stand_ins = {
-        "os.cpu_count": Mock(return_value=48),
-        "torch.cuda.device_count": Mock(return_value=4),
-        "torch.cuda.set_device": Mock(),
-        "torch._C._accelerator_setAllocatorSettings": Mock(),
-        "torch.distributed.rendezvous": Mock(return_value=iter([(None, 5, 8)])),
-        "torch.distributed.init_process_group": Mock(),
-        "runtime.processes.prefer_fast_sdpa": Mock(),
-        "runtime.processes.choose_ptxas": Mock(),
-    }
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(name, stand_in)
-    _, _, device, allocator, _, group, *_ = stand_ins.values()
+    stand_ins, replaced = Mock(), """os.cpu_count torch.cuda.device_count torch.cuda.set_device
+        torch._C._accelerator_setAllocatorSettings torch.distributed.rendezvous torch.distributed.init_process_group
+        runtime.processes.prefer_fast_sdpa runtime.processes.choose_ptxas"""
+    for path in replaced.split():
+        monkeypatch.setattr(path, getattr(stand_ins, path.rpartition(".")[2]))
+    stand_ins.cpu_count.return_value = 48
+    stand_ins.device_count.return_value = 4
+    stand_ins.rendezvous.return_value = iter([(None, 5, 8)])
     with torch._inductor.config.patch(compile_threads=5):
         world = start_processes("auto")
         assert torch._inductor.config.compile_threads == (5 if setting else 12)
-    assert world == World(5, 8, torch.device("cuda", 1)) and group.call_args.kwargs["device_id"] == world.device
-    device.assert_called_once_with(world.device)
+    assert world == World(5, 8, torch.device("cuda", 1))
+    assert stand_ins.init_process_group.call_args.kwargs["device_id"] == world.device
+    stand_ins.set_device.assert_called_once_with(world.device)
+    allocator = stand_ins._accelerator_setAllocatorSettings
     assert allocator.call_args_list == ([] if setting else [call("expandable_segments:True")])
 
 

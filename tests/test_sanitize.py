@@ -57,7 +57,7 @@ pytestmark = [slow, pytest.mark.skipif(not CAN_RUN, reason="there is no g++ with
 def sanitize(kind, root, folder, *arguments):
     """Run tests of the repository at root with a sanitizer; return the finished process."""
     wrapper = folder / "compiler"
-    source = shlex.quote(str(ROOT / "tests" / "sanitized.cpp"))
+    source = shlex.quote(str(ROOT / "tests/sanitized.cpp"))
     wrapper.write_text(COMPILER.format(flags=f"{source} -g -Wl,-Bsymbolic -fno-omit-frame-pointer {FLAGS[kind]}"))
     wrapper.chmod(0o700)
     preload = ":".join(library(name) for name in (RUNTIMES[kind], "libstdc++.so.6"))
@@ -84,7 +84,7 @@ def test_a_planted_fault_is_found(fault, tmp_path, long):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
         shutil.copy(path, tmp_path)
-    source = tmp_path / "model" / "cpu" / "attention.cpp"
+    source = tmp_path / "model/cpu/attention.cpp"
     text = source.read_text()
     assert text.count(good) == 1
     source.write_text(text.replace(good, bad))

@@ -244,7 +244,7 @@ def test_a_run_on_other_data_or_with_a_damaged_summary_does_not_count(copied, da
 @slow
 def test_states_of_fine_tuning(copied, data, capsys):
     folder = copied / run().name
-    summary = folder / "needle" / "summary.json"
+    summary = folder / "needle/summary.json"
 
     def planned(sweep="table_needle", **settings):
         return dry_run(capsys, options(data, copied, sweep=sweep, needle=TUNING | settings))["rope"][0]

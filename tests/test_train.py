@@ -424,7 +424,7 @@ def test_weights_of_another_shape_or_tokenizer_are_refused(data, copied, tmp_pat
     for more, named in (("--num_layers 3", "num_layers"), ("", "tokenizer")):
         argv = arguments(data, tmp_path / "new", f"--init_from {copied} {more}")
         assert "step_000021.pt" in fails(capsys, named, train_gpt.main, *argv)
-        assert not (tmp_path / "new" / "run").exists()
+        assert not (tmp_path / "new/run").exists()
 
 
 @table("more, named", """
@@ -434,4 +434,4 @@ def test_weights_of_another_shape_or_tokenizer_are_refused(data, copied, tmp_pat
 def test_a_run_whose_weights_are_spoilt_or_get_no_gradients_does_not_finish(data, tmp_path, capsys, more, named):
     """The last update spoils them. FlexAttention has no gradients on a CPU."""
     fails(capsys, named, train_gpt.main, *arguments(data, tmp_path, more))
-    assert not (tmp_path / "run" / "summary.json").exists()
+    assert not (tmp_path / "run/summary.json").exists()
