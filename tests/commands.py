@@ -70,6 +70,12 @@ def python(*argv, code=0, cwd=ROOT, timeout=300, **variables):
     return done
 
 
+def start(*argv, **variables):
+    """Start a new process with pipes for its output."""
+    command, env, pipe = [sys.executable, *map(str, argv)], environment(**variables), subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
 @contextmanager
 def full_disk(most):
     """Let every write beyond so many bytes of a file fail, as on a full disk."""

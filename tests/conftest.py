@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+torch.set_num_threads(1)  # as in other processes of the tests: the number of threads changes the last bits of sums
 PROMISES = pytest.StashKey[dict]()
 LONGEST = "machines flex_cuda faults train sweep outside rivals chain sanitize".split()
 
@@ -89,6 +90,11 @@ def shared_path(tmp_path_factory):
 
 
 @pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture
 def copied(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "runs/run")
 
@@ -96,9 +102,8 @@ def copied(finished, tmp_path):
 @pytest.fixture
 def threads():
     """Return torch.set_num_threads, which the end of the test takes back."""
-    before = torch.get_num_threads()
     yield torch.set_num_threads
-    torch.set_num_threads(before)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from commands import ROOT, environment
 
-STAGES = "batch,step,validation,log,metrics,comparison,checkpoint write,checkpoint fsync,checkpoint rename".split(",")
-STAGES.append("checkpoint deletion")
+STAGES = ["batch", "step", "validation", "log", "metrics", "comparison"]
+STAGES += [f"checkpoint {part}" for part in ("write", "fsync", "rename", "deletion")]
 
 HOLDING = """  # Python runs this when it starts
 import os, signal, sys, time
@@ -31,18 +31,18 @@ def hold(partial, path):
     while str(path).endswith(".pt") and os.path.exists({file}) and not stop.signal_name:
         time.sleep(0.01)
 
-if any("{part}" in word for word in sys.orig_argv):
+if any("train_gpt.py" in word for word in sys.orig_argv):
     os.replace = hold
 """
 
 
-def holding(folder, part="train_gpt.py", file="__file__"):
-    """Return environment variables that make commands with `part` in their arguments wait after each checkpoint.
+def holding(folder, file="__file__"):
+    """Return environment variables that make train_gpt.py wait after each checkpoint.
 
     They wait until they get a signal or `file` is gone. So a fault never comes too late, however slow the machine is.
     file: a Python expression; folder/sitecustomize.py unless given.
     """
-    (folder / "sitecustomize.py").write_text(HOLDING.format(part=part, file=file))
+    (folder / "sitecustomize.py").write_text(HOLDING.format(file=file))
     return dict(PYTHONPATH=str(folder))
 
 
@@ -51,8 +51,7 @@ def run_ranks(work, worlds, folder, *arguments):
     import torch
     from torch.multiprocessing import start_processes
 
-    method = "fork" if torch.get_num_threads() == 1 else "spawn"  # OpenMP's threads do not live on in a fork
-    start_processes(be_rank, (work, worlds, folder, arguments), nprocs=max(worlds), start_method=method)
+    start_processes(be_rank, (work, worlds, folder, arguments), nprocs=max(worlds), start_method="fork")
     return {world: [torch.load(folder / f"{world}.{rank}.pt") for rank in range(world)] for world in worlds}
 
 

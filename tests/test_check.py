@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import CPU, CUDA, MECHANISMS, make_case, make_plan, skip_unless_runs
 from commands import ROOT, TWO_RANKS, parametrize, python, refuses, slow
-from test_train import arguments, make_data
+from test_train import arguments
 
 from model.attention.blocks import Blocks
 from model.attention.check import LENGTHS, check_backend, worst_error
@@ -178,10 +178,10 @@ train_gpt.main()
 
 @slow
 @parametrize("backend", ["auto", "cpu"])
-def test_ranks_with_other_backends_end_the_run_in_one_line(backend, tmp_path):
+def test_ranks_with_other_backends_end_the_run_in_one_line(backend, data, tmp_path):
     skip_unless_runs("cpu", make_case("rope"))
     (tmp_path / "train.py").write_text(RANK_1_WITHOUT_COMPILER)
-    argv = arguments(make_data(tmp_path / "data"), tmp_path / "runs", f"--attention_backend {backend}")
+    argv = arguments(data, tmp_path / "runs", f"--attention_backend {backend}")
     done = python(*TWO_RANKS, tmp_path / "train.py", *argv, code=1, PYTHONPATH=str(ROOT))  # torchrun's own exit code
     (error,) = re.findall("error: .*", done.stderr)
     assert "rank 1" in error and "no compiler" in error

@@ -87,14 +87,14 @@ def test_prepared_train_split_holds_the_rows_of_the_natural_split(tmp_path):
     --copy-rows 0.5 --row-tokens 15      | row-tokens
     --copy-rows 0.5 --row-tokens 1000000 | row-tokens
 """)
-def test_a_mistake_is_named_and_writes_no_shards(tmp_path, capsys, arguments, named):
+def test_a_mistake_is_named_and_writes_no_shards(tmp_path, out, capsys, arguments, named):
     source = write_folder(tmp_path / "in", make_documents(40))
     options = f"--tokenizer bpe:300 --val-fraction 0.2 {arguments}".split()
-    fails(capsys, named, main, source, *options, "--out", tmp_path / "out")
-    assert not list((tmp_path / "out").glob("*.bin*"))
+    fails(capsys, named, main, source, *options, "--out", out)
+    assert not list(out.glob("*.bin*"))
 
 
-def test_a_folder_of_source_is_a_document(tmp_path):
+def test_a_folder_of_source_is_a_document(tmp_path, out):
     sources = {
         "lib/b.py": "b",
         "lib/a.py": "a",
@@ -106,7 +106,7 @@ def test_a_folder_of_source_is_a_document(tmp_path):
         "other/json/__init__.py": "other caf\u00e9",
     }
     write_files(tmp_path, sources)
-    write_folders([tmp_path / "lib", tmp_path / "other"], tmp_path / "out")
-    written = [path.read_text() for path in sorted((tmp_path / "out").iterdir())]
+    write_folders([tmp_path / "lib", tmp_path / "other"], out)
+    written = [path.read_text() for path in sorted(out.iterdir())]
     assert written == ["a\n\n\nb\n", "json\n", "tool\n", "other caf\u00e9\n"]
-    assert prepare([tmp_path / "out"], tmp_path / "shards", "bpe:260", val_fraction=0.4)["files"]
+    assert prepare([out], tmp_path / "shards", "bpe:260", val_fraction=0.4)["files"]

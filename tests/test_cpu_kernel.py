@@ -6,8 +6,6 @@ test_attention.py runs every kind of method by them. test_sanitize.py runs test_
 import os
 import random
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from attention_cases import (
     random_documents,
 )
 from attention_cases import random as normal
-from commands import ROOT, parametrize, slow
+from commands import ROOT, parametrize, slow, start, table
 from test_loss import check_kernel, cpu_cross_entropy
 
 from model import cpu
@@ -208,15 +206,16 @@ print(backend.name, torch.equal(attend(method, q, q, q), q) if backend.name == "
 
 
 @slow
-@parametrize("variables, backend, named", [
-    ({}, "cpu", "True"), (dict(CXX="/nowhere/g++"), "blocks", "/nowhere/g++"),
-    (dict(CXX="false"), "blocks", "false"), (dict(XDG_CACHE_HOME="/dev/null"), "blocks", "/dev/null"),
-])
-def test_several_processes_build_it_at_once_or_name_the_obstacle(variables, backend, named, tmp_path):
-    environment = os.environ | dict(XDG_CACHE_HOME=str(tmp_path), PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}") | variables
-    command = [sys.executable, "-c", RUN]
-    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in processes:
+@table("setting, backend, named", """
+                             | cpu    | True
+    CXX=/nowhere/g++         | blocks | /nowhere/g++
+    CXX=false                | blocks | false
+    XDG_CACHE_HOME=/dev/null | blocks | /dev/null
+""")
+def test_several_processes_build_it_at_once_or_name_the_obstacle(setting, backend, named, tmp_path):
+    variables = dict(XDG_CACHE_HOME=str(tmp_path), PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    variables |= dict(word.split("=") for word in setting.split())
+    for process in [start("-c", RUN, **variables) for _ in range(2)]:
         out, _ = process.communicate(timeout=600)
         assert out.startswith(f"{backend} ") and named in out
         assert out.count("\n") == 1

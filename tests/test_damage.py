@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from commands import exit_code, fails, parametrize, read_json, refuses, shared
-from tiny_run import arguments, train_tiny_run
+from commands import exit_code, fails, parametrize, read_json, refuses
+from tiny_run import arguments
 
 from data import shards
 from runtime.checkpoint import list_checkpoints, load_checkpoint
@@ -14,15 +14,10 @@ from scripts import evaluate
 from train_gpt import main as train
 
 
-@shared
-def trained(shared_path):
-    return train_tiny_run(shared_path).parent
-
-
 @pytest.fixture
-def folder(trained, tmp_path):
+def folder(tiny_run, tmp_path):
     """A copy of the folder with `data` and `run`."""
-    return shutil.copytree(trained, tmp_path / "copy")
+    return shutil.copytree(tiny_run.parent, tmp_path / "copy")
 
 
 MANIFESTS = {  # the message: the manifest

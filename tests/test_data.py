@@ -172,12 +172,16 @@ def test_read_crosses_shards_and_wraps_without_open_files(tmp_path):
 
 
 @BAD_DATA
-@parametrize("position, shard, place", [
-    (4, 1, 4), (5, 2, 0), (6, 3, 0),
-    (22, 3, 16), (23, 1, 0),
-])
+@table("position, shard, place", """
+    4  | 1 | 4
+    5  | 2 | 0
+    6  | 3 | 0
+    22 | 3 | 16
+    23 | 1 | 0
+""")
 def test_a_token_outside_the_vocabulary_is_named_by_file_and_place(tmp_path, faults, position, shard, place):
     stream, tokens = make_stream(tmp_path, 5, 1, 17)
+    position = int(position)
     token = tokens[position % 23]
     with faults("token outside the vocabulary"), refuses(rf"_00000{shard}\.bin\D+\b{place}\b", rf"\b{token}\b"):
         stream.read(position, 1, token)

@@ -1,4 +1,4 @@
-"""Tokens far inside their own documents, and their loss; attention within documents in models, decoding and runs."""
+"""Tokens far inside their own documents, riffled documents, and attention within documents: models, decoding, runs."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import assert_near
-from commands import exit_code, parametrize, read_json, succeeds
+from commands import exit_code, parametrize, read_json, refuses, succeeds
 from test_decoding import decoded_logits, full_logits
 from test_gpt import make_random_gpt, random_tokens
 from test_train import plain_losses, sequences
@@ -14,6 +14,7 @@ from tiny_run import train_tiny_run
 
 from data.shards import open_split
 from measure.documents import own_context
+from measure.riffle import CHUNKS, long_documents
 from model.methods import METHODS
 from scripts import evaluate
 from scripts.shared.runs import load_run
@@ -50,6 +51,35 @@ def test_the_loss_on_these_tokens_is_measured_at_the_end_and_by_evaluate(tmp_pat
     assert summary["val_loss_own"]["240"] == pytest.approx(losses.numpy()[chosen].mean(), abs=1e-5)
     succeeds(evaluate.main, run, "--lengths", 24, 240)
     assert f"{summary['val_loss_own']['240']:.3f} ({chosen.mean():.1%})" in capsys.readouterr().out
+
+
+def test_riffle_gain_is_the_difference_of_the_losses_of_single_sequences(tmp_path, capsys):
+    run = train_tiny_run(tmp_path, "--val_lengths 8 --train_length 8 --micro_batch_tokens 960 --steps 60")
+    succeeds(evaluate.main, run, "--riffle")
+    found = read_json(run / "evaluation.json")
+    config, model = load_run(run, torch.device("cpu"))
+    stream = open_split(tmp_path / "data", "val", config.vocab_size)
+    text = stream.read(0, len(stream)).astype(int)
+    length = 8 * CHUNKS + 1
+    windows = np.lib.stride_tricks.sliding_window_view(text, length)
+    end = stream.document_token
+    documents = windows[(windows[:, 0] == end) & (windows[:, 1:] != end).all(axis=1)]
+    count = found["riffle_documents"]
+    assert CHUNKS <= count == len(documents)
+    differences = -plain_losses(model, documents).numpy()
+    for chunk in range(CHUNKS):
+        here = slice(8 * chunk, 8 * chunk + 8)
+        for j, document in enumerate(documents):
+            pieces = [documents[(j - chunk + i) % count, 8 * i : 8 * i + 8] for i in range(chunk)]
+            row = np.concatenate([*pieces, document[8 * chunk : 8 * chunk + 9]])
+            differences[j, here] += plain_losses(model, row[None]).numpy()[0, -8:]
+    for end in (16, 32, 64, 128):
+        gains = differences[:, end // 2 : end].mean(axis=1)
+        assert found["riffle_gain"][str(end)] == pytest.approx(gains.mean(), abs=1e-5)
+        assert found["riffle_gain_error"][str(end)] == pytest.approx(gains.std(ddof=1) / count**0.5, rel=1e-3)
+    assert f"{found['riffle_gain']['128']:.3f} ±" in capsys.readouterr().out
+    with refuses("documents of more than 1000 tokens"):
+        long_documents(stream, 1000, len(stream), config.vocab_size)
 
 
 # ---- attention within documents --------------------------------------------------------------------------------------
@@ -100,11 +130,9 @@ def test_a_run_trains_and_validates_within_documents(tmp_path):
         stream = open_split(tmp_path / mask / "data", "val", config.vocab_size)
         losses[mask] = read_json(run / "summary.json")["val_loss"]
         for length in (240, 480):
-            rows = torch.from_numpy(stream.read(0, 961).astype("int64"))
-            inputs, targets = rows[:-1].view(-1, length), rows[1:].view(-1, length)
+            rows = torch.from_numpy(sequences(stream.read(0, 961), length).astype("int64"))
             token = stream.document_token if mask in ("val", "both") else None
-            with torch.no_grad():
-                expected = model(inputs, targets, plan=model.plan(length, document_token=token))
+            expected = model(rows[:, :-1], rows[:, 1:], plan=model.plan(length, document_token=token))
             assert losses[mask][str(length)] == pytest.approx(expected.item(), abs=1e-5)
     assert len({by_length["480"] for by_length in losses.values()}) == 4
 

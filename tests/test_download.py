@@ -1,10 +1,7 @@
 """data.download against a stand-in for the hub, through the hub's real client: right bytes, or one line of error."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -19,6 +16,7 @@ from commands import (
     promise,
     refuses,
     slow,
+    start,
     succeeds,
     write_files,
 )
@@ -56,11 +54,6 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setenv("NO_PROXY", "*")
         hub.environment = dict(HF_ENDPOINT=hub.address, HF_HOME=cache, HF_HUB_OFFLINE="0")
         yield hub
-
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
 
 
 def fineweb(out, num_shards):
@@ -146,10 +139,10 @@ def test_a_killed_download_leaves_no_bad_shard_and_goes_on(hub, out, faults):
         stalled.set()
         released.wait(600)
 
-    command = [sys.executable, *f"-m data.download fineweb10B --shards 1 --out {out}".split()]
+    argv = f"-m data.download fineweb10B --shards 1 --out {out}".split()
     hub.fault, hub.faults = stall_in_the_body, 1
     with faults("killed in the body"):
-        with subprocess.Popen(command, cwd=ROOT, env=os.environ | hub.environment) as process:
+        with start(*argv, **hub.environment) as process:
             assert stalled.wait(600)
             process.send_signal(signal.SIGKILL)
         released.set()

@@ -22,9 +22,11 @@ from commands import (
     python,
     shared,
     slow,
+    table,
     wait_for,
 )
 from lives import STAGES, Lives
+from test_data import flip
 from test_train import arguments, assert_close_run, assert_same_run, newest, newest_state, steps_and_validations
 
 from runtime.checkpoint import list_checkpoints
@@ -42,13 +44,6 @@ RANKS = promise(8, "a rank that dies or hangs ends the job, and torchrun's resta
 def lives():
     with Lives() as lives:
         yield lives
-
-
-@shared
-def undisturbed(data, lives, shared_path):
-    """Return the run folder of 20 steps. Tests only read it."""
-    lives.live(arguments(data, shared_path), shared_path / "output")
-    return shared_path / "run"
 
 
 @pytest.fixture
@@ -104,19 +99,19 @@ def test_killed_at_every_kind_of_moment(live, faults, long, tmp_path):
 
 
 @RESUME
-def test_resumed_in_other_micro_batches_and_on_another_number_of_processes(undisturbed, live, faults, tmp_path):
+def test_resumed_in_other_micro_batches_and_on_another_number_of_processes(finished, live, faults, tmp_path):
     with faults("resumed in other micro-batches by two processes, then by one"):
         live(tmp_path, "--micro_batch_tokens 16", at("step", 7), code=-signal.SIGKILL)
         live(tmp_path, "--micro_batch_tokens 64", at("step", 8, "SIGTERM"), processes=2)  # from step 5 on
         assert saved_step(tmp_path) == 13
         live(tmp_path, "--micro_batch_tokens 32")
-        assert_close_run(tmp_path / "run", undisturbed)
+        assert_close_run(tmp_path / "run", finished)
 
 
 @parametrize("processes", [2, 3])  # of 8 sequences
-def test_losses_do_not_depend_on_the_number_of_processes(processes, undisturbed, live, tmp_path):
+def test_losses_do_not_depend_on_the_number_of_processes(processes, finished, live, tmp_path):
     live(processes=processes)
-    assert_close_run(tmp_path / "run", undisturbed)
+    assert_close_run(tmp_path / "run", finished)
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
@@ -124,7 +119,7 @@ def test_losses_do_not_depend_on_the_number_of_processes(processes, undisturbed,
 
 @SIGNALS
 @parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_told_to_stop_it_saves_and_exits_with_75(name, undisturbed, live, faults, tmp_path):
+def test_told_to_stop_it_saves_and_exits_with_75(name, finished, live, faults, tmp_path):
     for stage, count in (("batch", 7), ("validation", 4), ("checkpoint write", 3)):
         with faults(f"{name} at {stage}"):
             runs = tmp_path / stage.replace(" ", "_")
@@ -133,7 +128,7 @@ def test_told_to_stop_it_saves_and_exits_with_75(name, undisturbed, live, faults
             assert (runs / "run/interrupted").read_text() == f"{name}\n"
             live(runs)
             assert not (runs / "run/interrupted").exists()
-            assert_same_run(runs / "run", undisturbed)
+            assert_same_run(runs / "run", finished)
 
 
 @SIGNALS
@@ -190,21 +185,25 @@ def test_under_torchrun_the_launcher_of_the_docs_exits_with_75(data, faults, tmp
 
 
 @DISK
-@parametrize("stage, count, size", [("checkpoint write", 1, 0), ("checkpoint write", 2, 60_000),
-                                                ("metrics", 12, 0), ("log", 9, 0)])
-def test_full_disk(stage, count, size, undisturbed, live, faults, tmp_path):
+@table("stage, count, size", """
+    checkpoint write | 1  | 0
+    checkpoint write | 2  | 60000
+    metrics          | 12 | 0
+    log              | 9  | 0
+""")
+def test_full_disk(stage, count, size, finished, live, faults, tmp_path):
     with faults(f"full at {stage}"):
-        output = live(fault=at(stage, count, "full", bytes=size), code=2)
+        output = live(fault=at(stage, int(count), "full", bytes=int(size)), code=2)
         assert str(tmp_path / "run") in error_of(output), output
         assert not list((tmp_path / "run").rglob("*.partial"))
         live()
-        assert_same_run(tmp_path / "run", undisturbed)
+        assert_same_run(tmp_path / "run", finished)
 
 
 @NONFINITE
 @parametrize("choice", ["skip", "stop"])
 @parametrize("value, processes", [("nan", 1), ("inf", 1), ("gradient", 2)])
-def test_a_nonfinite_step_is_skipped_or_ends_the_run(choice, value, processes, undisturbed, live, faults, tmp_path):
+def test_a_nonfinite_step_is_skipped_or_ends_the_run(choice, value, processes, finished, live, faults, tmp_path):
     with faults(f"{value} on one rank of {processes}, {choice}"):
         fault = at("batch", 8, value, rank=processes - 1)
         code = 0 if choice == "skip" else 2 if processes == 1 else 1
@@ -219,7 +218,7 @@ def test_a_nonfinite_step_is_skipped_or_ends_the_run(choice, value, processes, u
             assert named in error_of(output)
         assert saved_step(tmp_path) == 5 and not (tmp_path / "run/summary.json").exists()
         live(processes=processes)
-        assert_close_run(tmp_path / "run", undisturbed)
+        assert_close_run(tmp_path / "run", finished)
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
@@ -236,20 +235,20 @@ def test_a_lost_rank_ends_the_job(do, live, faults, tmp_path):
 
 
 @RANKS
-def test_torchruns_restart_goes_on_by_itself(data, undisturbed, faults, tmp_path):
+def test_torchruns_restart_goes_on_by_itself(data, finished, faults, tmp_path):
     """One of two workers is killed in each of the first two attempts."""
     with faults("two kills of a worker under --max-restarts 2"):
         fault = json.dumps(at("step", 7, "kill", rank=1, attempts=[0, 1]))
         argv = arguments(data, tmp_path, "--resume auto")
         python(*TWO_RANKS, "--max-restarts=2", "tests/lives.py", fault, *argv)
-        assert_close_run(tmp_path / "run", undisturbed)
+        assert_close_run(tmp_path / "run", finished)
 
 
 # ---- flipped bits ----------------------------------------------------------------------------------------------------
 
 
 @CORRUPTION
-def test_a_damaged_checkpoint_is_left_for_the_older_one(undisturbed, live, faults, long, tmp_path):
+def test_a_damaged_checkpoint_is_left_for_the_older_one(finished, live, faults, long, tmp_path):
     rng = random.Random(3)
     live(tmp_path / "killed", fault=at("step", 13), code=-signal.SIGKILL)
     for number in range(30 if long else 2):
@@ -257,22 +256,21 @@ def test_a_damaged_checkpoint_is_left_for_the_older_one(undisturbed, live, fault
         with faults(f"{damage} in the newest checkpoint of a run"):
             runs = shutil.copytree(tmp_path / "killed", tmp_path / str(number))
             damaged, before = list_checkpoints(runs / "run/checkpoints")
-            content = bytearray(damaged.read_bytes())
-            place = rng.randrange(len(content))
-            content[place] ^= 1 << rng.randrange(8)
-            damaged.write_bytes(content[:place] if damage == "cut off" else content)
+            content = damaged.read_bytes()
+            bit = rng.randrange(8 * len(content))
+            damaged.write_bytes(content[: bit // 8] if damage == "cut off" else flip(content, bit))
             output = live(runs)
             assert damaged.name in output and before.name in output, output
             assert damaged.with_name(damaged.name + ".damaged").exists()
-            assert_same_run(runs / "run", undisturbed)
+            assert_same_run(runs / "run", finished)
 
 
 @CORRUPTION
-def test_a_rank_with_other_weights_ends_the_job_and_is_named(undisturbed, live, faults, tmp_path):
+def test_a_rank_with_other_weights_ends_the_job_and_is_named(finished, live, faults, tmp_path):
     with faults("flipped bit in the weights of a rank of a run"):
         fault = at("comparison", 2, "flip", rank=1, place=561)  # before the checkpoint of step 10
         output = live(fault=fault, processes=2, code=1)
         assert re.search(r"\bstep 10\b", output) and "rank 1 " in output, output
         assert saved_step(tmp_path) == 5
         live(processes=2)
-        assert_close_run(tmp_path / "run", undisturbed)
+        assert_close_run(tmp_path / "run", finished)

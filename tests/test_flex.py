@@ -102,16 +102,6 @@ def test_the_kernel_options_are_true_of_the_mask(shape):
     assert not safe or q_offset != 127
 
 
-def assert_scores(score_mod, change, query, key, q_offset):
-    """Assert that a score_mod is a S + m, with a few roundings to float32. query (Tq, 1), key (Tk,)."""
-    head = torch.arange(3).view(-1, 1, 1)
-    score = 11 * random(3, len(query), len(key), seed=0).float()
-    a, m = change.coefficients((query + q_offset - key).clamp(min=0).double(), head)
-    error = (score_mod(score, 0, head, query, key) - (a * score + m)).abs()
-    terms = a * score.abs() + m.abs().clamp(min=a * a) + 1
-    assert (error <= 2**-22 * terms).all()
-
-
 def tables_of(score_mod):
     """Return the tensors that a score_mod reads."""
     captured = [cell.cell_contents for cell in score_mod.__closure__] if score_mod else []
@@ -237,9 +227,14 @@ def test_tables_are_the_formula_up_to_tiles_that_reach_past_the_last_query_and_k
     change = make_case(case).score_change
     keys, start = q_offset + queries, (queries - 1) // 256 * 256
     score_mod = flex.make_table_score_mod(change, LayerPlan(None, 3, 16, queries, keys))
-    last_tile = torch.arange(start, start + 256).view(-1, 1)
-    keys_near_and_far = torch.arange(0, keys + 128, 7 + keys // 1000)
-    assert_scores(score_mod, change, last_tile, keys_near_and_far, q_offset)
+    head = torch.arange(3).view(-1, 1, 1)
+    query = torch.arange(start, start + 256).view(-1, 1)  # the last tile
+    key = torch.arange(0, keys + 128, 7 + keys // 1000)  # near and far
+    score = 11 * random(3, 256, len(key), seed=0).float()
+    a, m = change.coefficients((query + q_offset - key).clamp(min=0).double(), head)
+    error = (score_mod(score, 0, head, query, key) - (a * score + m)).abs()
+    terms = a * score.abs() + m.abs().clamp(min=a * a) + 1
+    assert (error <= 2**-22 * terms).all()  # a few roundings to float32
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers", reason="an extra: pip install
 import tokenizers
 from commands import read_json, succeeds, write_files
 from scipy import stats
+from test_logits import of_pairs
 from test_reproduce import call, is_figure  # noqa: F401 (call is a fixture)
 from tiny_run import train_tiny_run
 from torch.testing import assert_close
@@ -65,18 +66,16 @@ def exact_scores(model, tokens):
         for projection in (layer.q_proj, layer.k_proj):
             projection.register_forward_hook(lambda module, inputs, output: projected.append(output.double()))
     model(tokens)
-    T = tokens.shape[1]
-    i, j = torch.tril_indices(T - 1, T - 1, offset=-1) + 1
     scale = getattr(model.config, "query_pre_attn_scalar", 16) ** -0.5
-    turn = -torch.arange(T).double(), reference.rope_frequencies(16, 500.0)  # the reference turns the other way
+    # The reference turns the other way.
+    turn = -torch.arange(tokens.shape[1]).double(), reference.rope_frequencies(16, 500.0)
     scores = {}
     for layer, rotated in KEYS:
         pair = projected[2 * layer :][:2]
         q, k = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in pair)
         if rotated:
             q, k = (reference.rotate(x, *turn) for x in (q, k))
-        s = q @ k.repeat_interleave(3, dim=1).mT  # (B, H, T, T)
-        scores[layer, rotated] = scale * s.transpose(0, 1)[:, :, i, j].flatten(1)
+        scores[layer, rotated] = scale * of_pairs(q @ k.repeat_interleave(3, dim=1).mT)
     return scores
 
 
@@ -103,8 +102,7 @@ def test_scores_of_llama_and_of_its_conversions():
         assert not layer._forward_pre_hooks
 
 
-def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, capsys):
-    out = tmp_path / "out"
+def test_the_command_writes_the_statistics_that_scipy_finds(folder, tmp_path, out, capsys):
     succeeds(logit_statistics.main, folder, "--text", tmp_path / "text.txt", "--out", out)
     tokens = torch.tensor([[0, *map(WORDS.index, TEXT.split())]])
     statistics = read_json(out / "statistics.json")

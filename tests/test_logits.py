@@ -39,17 +39,21 @@ def exact_logits(name, model, tokens):
             for q, k, learned, _ in exact_layers(name, model, tokens)]
 
 
+def of_pairs(s):
+    """Return the scores (B, H, T, T) of all pairs t > 0 but those with key 0, (H, pairs)."""
+    last = s.shape[-1] - 1
+    i, j = torch.tril_indices(last, last, offset=-1) + 1
+    return s.transpose(0, 1)[:, :, i, j].flatten(1)
+
+
 def plain_scores(name, model, tokens, rotated):
-    """S of all pairs t > 0 but those with key 0, of each layer: (layers, H, pairs)."""
-    T = tokens.shape[1]
-    i, j = torch.tril_indices(T - 1, T - 1, offset=-1) + 1
-    scores = []
+    """S of pairs, of each layer: (layers, H, pairs)."""
+    T, scores = tokens.shape[1], []
     for q, k, *_ in exact_layers(name, model, tokens):
         if rotated:
             turn = reference.rotation(name, q.shape[-1], TRAIN_LENGTH, T)
             q, k = (reference.rotate(x, torch.arange(T).double(), *turn) for x in (q, k))
-        s = q @ k.mT / q.shape[-1] ** 0.5  # (B, H, T, T)
-        scores.append(s.transpose(0, 1)[:, :, i, j].flatten(1))
+        scores.append(of_pairs(q @ k.mT / q.shape[-1] ** 0.5))
     return torch.stack(scores)
 
 

@@ -47,7 +47,7 @@ class Job:
         argv = arguments(data, runs, f"--resume auto --timeout {TIMEOUT} {SHORT}")
         self.command = [*torchrun.split(), "--nproc_per_node=1", "train_gpt.py", *argv]
         self.rendezvous = "node1"
-        self.machines, self.codes, self.lost = {}, {}, set()  # lost: those that do not come back
+        self.machines, self.lost = {}, set()  # lost: those that do not come back
         runs.mkdir(exist_ok=True)
         for number in range(machines):
             self.start(f"node{number + 1}")
@@ -56,18 +56,15 @@ class Job:
         machine = self.machines.get(name)
         if machine is None or machine.process.poll() is not None:
             self.machines[name] = machine = self.network.machine(name)
-        self.codes[name] = None
         torchrun = sys.executable, "-m", "torch.distributed.run", f"--rdzv_endpoint={self.rendezvous}:29400"
         machine.run(*torchrun, *self.command, output=self.runs / f"{name}.txt", **self.variables)
 
     def tend(self):
         """Start torchrun again where it ended before the run was finished. Return whether torchrun runs anywhere."""
-        for name in self.codes.keys() - self.lost:
-            if self.codes[name] is None:
-                self.codes[name] = self.machines[name].command.poll()
-            if self.codes[name] is not None and not self.finished:
+        for name in self.machines.keys() - self.lost:
+            if self.machines[name].command.poll() is not None and not self.finished:
                 self.start(name)
-        return None in [code for name, code in self.codes.items() if name not in self.lost]
+        return any(self.machines[name].command.poll() is None for name in self.machines.keys() - self.lost)
 
     @property
     def finished(self):

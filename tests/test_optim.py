@@ -37,7 +37,7 @@ def gradient(p, step):
 
 def reference_muon(p, steps):
     """The four lines of Muon (Keller Jordan), in float64, one matrix at a time."""
-    p = p.detach().double()
+    p = p.double()
     buffer = torch.zeros_like(p)
     for step in steps:
         g = gradient(p, step)
@@ -80,7 +80,7 @@ def test_singular_values_of_the_update_are_near_one(shape, dtype):
     p.grad = 1e-3 * u * torch.logspace(-1, 0, len(s)) @ v
     p.data.zero_()
     Muon([p], LR, dtype=dtype).step()
-    update = u.T @ (-p.detach() / (LR * shape_scale(p))) @ v.T  # in the gradient's singular vectors
+    update = u.T @ (-p / (LR * shape_scale(p))) @ v.T  # in the gradient's singular vectors
     values = torch.linalg.svdvals(update)
     assert 0.65 < values.min() and values.max() < 1.25 and torch.trace(update) > 0.65 * len(s)
 

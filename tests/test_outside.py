@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT, exit_code, one_error, promise, python, shared, slow, table, write_files
 from test_methods import NAMES
-from test_train import arguments, make_data, steps_and_validations
+from test_train import arguments, steps_and_validations
 from wandb_stand_in import StandIn
 
 import train_gpt
@@ -102,8 +102,7 @@ SIZES = "vocab_size num_layers num_heads model_dim steps val_tokens batch_tokens
 
 @shared
 def place(shared_path):
-    """A folder with data, which runs are started in."""
-    make_data(shared_path / "data")
+    """A folder that runs are started in."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(shared_path)
         patch.setenv("WANDB_MODE", "offline")
@@ -112,12 +111,12 @@ def place(shared_path):
 
 
 @pytest.fixture
-def outcome_of(place, capsys):
+def outcome_of(data, place, capsys):
     """Return a function from fields to "trained", "refused" (leaves nothing) or "stopped" (at a nonfinite step)."""
 
     def outcome_of(more):
         before = {*place.rglob("*")}
-        argv = [*arguments("data", "runs", "--steps 2 --cooldown_steps 0"), *more]
+        argv = [*arguments(data, "runs", "--steps 2 --cooldown_steps 0"), *more]
         try:
             code = exit_code(train_gpt.main, argv)
             files = {path.name: path for path in {*place.rglob("*")} - before}

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from commands import ROOT, parametrize, python, read_json, slow, succeeds, write_files
-from test_train import arguments, make_data
+from test_train import arguments
 from torch.distributed.run import get_args_parser
 
 from configs.config import Config
@@ -100,7 +100,7 @@ def test_shell_scripts_of_the_pages_are_understood():
 
 
 @slow
-def test_its_example_of_a_method_trains(tmp_path):
+def test_its_example_of_a_method_trains(data, tmp_path):
     """The method is added to a copy of the tree, as in the README."""
     write_files(tmp_path, {name: (ROOT / name).read_bytes() for name in tracked_files()})
     recipe = r"`(model/methods/\w+\.py)`:\n\n```python\n(.*?)```\n\nand [^\n]*? of `(.*?)`:\n\n```python\n(.*?)```\n"
@@ -111,8 +111,7 @@ def test_its_example_of_a_method_trains(tmp_path):
         text = text.replace(before, line + before)
     write_files(tmp_path, {path: mechanism, table: text})
     options = re.search(r"Now `(--method .*?)` trains", README)[1].split()
-    make_data(tmp_path / "text")
-    argv = arguments(tmp_path / "text", "runs", "--steps 1 --cooldown_steps 0")
+    argv = arguments(data, "runs", "--steps 1 --cooldown_steps 0")
     python("train_gpt.py", *argv, *options, cwd=tmp_path, timeout=None, PYTHONPATH="")
     config = read_json(tmp_path / "runs/run/config.json")
     assert (config["method"], config["method_options"]) == ("p_rope+root", {"slope": 2})

@@ -10,7 +10,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from commands import CORRUPTION, ROOT, names, parametrize, python, read_json, refuses, table, write_files
+from commands import CORRUPTION, names, parametrize, python, read_json, refuses, start, table, write_files
 from test_data import flip
 
 from configs.config import Config
@@ -18,7 +18,7 @@ from files import append, replace_file
 from runtime.build import compile_model
 from runtime.checkpoint import DamagedCheckpoint, latest_checkpoint, load_checkpoint, load_newest, save_checkpoint
 from runtime.device import choose_ptxas, peak_flops
-from runtime.metrics import Metrics, read_metrics
+from runtime.metrics import Metrics, finish_mirror, read_metrics, start_mirror
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder, git_commit
 
@@ -98,8 +98,7 @@ time.sleep(600)
 
 
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+    with start("-c", HOLDER, tmp_path) as holder:
         try:
             assert holder.stdout.readline() == "ready\n"
             with refuses(tmp_path / "x"):
@@ -263,6 +262,17 @@ def test_online_without_a_key_records_offline_and_a_resumed_run_goes_on(tmp_path
         assert text in recorded, text
 
 
+def test_records_arrive_at_trackio_by_step_without_the_reserved_key(tmp_path, monkeypatch):
+    package = Mock()
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    options = dict(project="p", name="n", config={"model_dim": 8})
+    run = start_mirror("trackio", folder=tmp_path, tags=["rope"], **options)
+    Metrics(tmp_path / "metrics.jsonl", run).write(dict(step=3, tokens=12, val_loss={"64": 2.5}))
+    finish_mirror(run)
+    assert options.items() <= package.init.call_args.kwargs.items()
+    assert package.init().method_calls == [call.log({"tokens": 12, "val_loss/64": 2.5}, step=3), call.finish()]
+
+
 # ---- device
 
 
@@ -292,15 +302,16 @@ def test_hopper_gets_the_newest_ptxas(release, major, cuda, named, chosen, tmp_p
     assert (version, path) == (tool.version, tool.path)
 
 
-@parametrize("name, peak", [
-    ("NVIDIA H100 80GB HBM3", pytest.approx(989.4e12)), ("NVIDIA H100 PCIe", pytest.approx(756.5e12)),
-    ("Tesla T4", None),
-])
+@table("name, peak", """
+    NVIDIA H100 80GB HBM3 | 989.4e12
+    NVIDIA H100 PCIe      | 756.5e12
+    Tesla T4              |
+""")
 def test_published_peaks_by_the_name_that_torch_gives(name, peak, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
     gpu = torch.device("cuda")
     assert peak_flops(CPU, torch.bfloat16) is None and peak_flops(gpu, torch.float32) is None
-    assert peak_flops(gpu, torch.bfloat16) == peak
+    assert peak_flops(gpu, torch.bfloat16) == (pytest.approx(float(peak)) if peak else None)
 
 
 def test_the_commit_is_dirty_with_changed_code_and_not_with_changed_results(tmp_path):

@@ -5,15 +5,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import closing
 from unittest.mock import patch
 
 import pytest
 import torch
 from commands import (
-    ROOT,
     environment,
     exit_code,
     fails,
@@ -22,6 +19,7 @@ from commands import (
     read_json,
     shared,
     slow,
+    start,
     succeeds,
     table,
     unchanged,
@@ -83,9 +81,7 @@ def here(*argv):
 
 def command(*argv, **variables):
     """Start the command in a new process."""
-    argv = [sys.executable, "-m", "scripts.sweep", *map(str, argv)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(argv, cwd=ROOT, env=os.environ | variables, **pipes)
+    return start("-m", "scripts.sweep", *argv, **variables)
 
 
 def dry_run(capsys, argv):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from commands import ROOT, parametrize, refuses, slow
+from commands import ROOT, parametrize, refuses, slow, table
 
 from configs.config import config_hash
 from configs.runs import Run
@@ -29,9 +29,11 @@ def test_the_default_of_the_sweeps_is_the_method_s():
 
 
 @slow
-@parametrize("scale, tuned, haystack, steps", [
-    ("paper", 21, "c4", 300), ("small", 21, "c4", 300), ("mini", 27, "shards", 6000),
-])
+@table("scale, tuned, haystack, steps", """
+    paper | 21 | c4     | 300
+    small | 21 | c4     | 300
+    mini  | 27 | shards | 6000
+""")
 def test_all_is_every_run_of_the_paper_once_with_its_fine_tuning(scale, tuned, haystack, steps):
     runs = sweep("all", scale, needle=dict(examples=7))
     hashes = {config_hash(run.config) for run in runs}
@@ -39,9 +41,9 @@ def test_all_is_every_run_of_the_paper_once_with_its_fine_tuning(scale, tuned, h
     assert hashes == {config_hash(run.config) for name in PAPER_SWEEPS for run in sweep(name, scale)}
     with_needle = [run for run in runs if run.needle]
     assert [run.name for run in with_needle] == [run.name for run in sweep("table_needle", scale)]
-    assert len(with_needle) == tuned
+    assert len(with_needle) == int(tuned)
     (needle,) = {run.needle for run in with_needle}
-    assert (needle.haystack, needle.steps, needle.examples) == (haystack, steps, 7)
+    assert (needle.haystack, needle.steps, needle.examples) == (haystack, int(steps), 7)
 
 
 @parametrize("scale", SCALES)

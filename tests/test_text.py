@@ -78,11 +78,6 @@ def folder(shared_path):
     return shared_path
 
 
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
-
-
 def test_every_document_comes_back_once_in_another_order(folder):
     documents = make_documents(60)
     train, val = assert_documents(folder / "out", documents)

@@ -95,15 +95,6 @@ def newest_state(folder):
     return load_checkpoint(newest(folder))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Use one thread, as the other processes do. The number of threads changes the last bits of sums."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ---- reading a run ---------------------------------------------------------------------------------------------------
 
 

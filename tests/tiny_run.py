@@ -6,7 +6,6 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-import torch
 from commands import exit_code, succeeds
 
 from data.text import prepare
@@ -52,10 +51,8 @@ class InThisProcess:
 @contextlib.contextmanager
 def sweeps_in_this_process():
     """Let the runs of a sweep train in this process, with one thread."""
-    threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(local, "subprocess", SimpleNamespace(**(vars(subprocess) | dict(Popen=InThisProcess))))
         patch.setattr(local, "POLL", 0)
         yield
-    torch.set_num_threads(threads)
