@@ -1,7 +1,7 @@
 """Runs of train_gpt.py with a fault at a chosen call.
 
-`Lives` starts a server that imports everything once, because imports take longer than the runs. It forks a process for
-each run, or for each rank of a run. Under torchrun, `lives.py FAULT ARGUMENTS` is one rank.
+`server` starts a process that imports everything once, because imports take longer than the runs. It forks a process
+for each run, or for each rank of a run. Under torchrun, `lives.py FAULT ARGUMENTS` is one rank.
 
 A fault is a dict and happens before a call. "stage": an entry of STAGES. "count": number of the call, from 1. "do": a
 key of ACTIONS. "rank": the rank, 0 if it is not given. "attempts": torchrun's attempts, from 0.
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from commands import ROOT, environment
@@ -68,29 +69,25 @@ def be_rank(rank, work, worlds, folder, arguments):
             dist.destroy_process_group()
 
 
-class Lives:
-    """A server of runs: with Lives() as lives: output = lives.live(arguments, file, fault, code=75)"""
+@contextmanager
+def server():
+    """Start the server. Yield a function that makes it run train_gpt.py."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, __file__], cwd=ROOT, env=environment(), **pipes) as process:
 
-    def __enter__(self):
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.server = subprocess.Popen([sys.executable, __file__], cwd=ROOT, env=environment(), **pipes)
-        return self
+        def live(argv, output, fault=None, processes=1, code=0):
+            """Return the output of a run, which must exit with `code` (negative: the signal's number).
 
-    def __exit__(self, *exception):
-        self.server.stdin.close()
-        self.server.wait(600)
+            processes: more than 1 run under torchrun's agent, whose exit code is 1 when a rank fails.
+            """
+            request = dict(argv=argv, output=str(output), fault=fault, processes=processes)
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            found, text = os.waitstatus_to_exitcode(int(process.stdout.readline())), Path(output).read_text()
+            assert found == code, f"exit code {found}, not {code}:\n{text}"
+            return text
 
-    def live(self, argv, output, fault=None, processes=1, code=0):
-        """Return the output of a run, which must exit with `code` (negative: the signal's number).
-
-        processes: more than 1 run under torchrun's agent, whose exit code is 1 when a rank fails.
-        """
-        request = dict(argv=argv, output=str(output), fault=fault, processes=processes)
-        self.server.stdin.write(json.dumps(request) + "\n")
-        self.server.stdin.flush()
-        found, text = os.waitstatus_to_exitcode(int(self.server.stdout.readline())), Path(output).read_text()
-        assert found == code, f"exit code {found}, not {code}:\n{text}"
-        return text
+        yield live
 
 
 # ---- in the other process --------------------------------------------------------------------------------------------

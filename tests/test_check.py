@@ -138,7 +138,7 @@ def on_cuda(monkeypatch):
             backend = faulty(fault) if fault else Blocks()
             backend.name = name
             monkeypatch.setitem(BACKENDS, name, backend)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("model.attention.check.check_backend", check_here)
     return set_backends
 

@@ -106,8 +106,8 @@ def test_rope_is_not_trained(place, tmp_path):
 
 def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
     """RoPE in float32 against transformers' own model, logits and optimizer in float64."""
-    fields = "--method rope --dtype float32 --val_lengths 64 --cooldown_steps 2"
-    run = train(place, tmp_path, fields, steps="--steps 2")
+    fields = "--method rope --dtype float32 --val_lengths 64 --cooldown_steps 2 --steps 2"
+    run = train(place, tmp_path, fields)
     model = transformers.LlamaForCausalLM.from_pretrained(place / "model", dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     sequences = text_tokens(place, "train", 513).unfold(0, 65, 64)
@@ -130,8 +130,8 @@ def test_steps_are_adamws_on_the_whole_logits(place, tmp_path):
 def test_tied_embeddings_are_one_tensor_that_is_trained_once(place, tmp_path):
     """AdamW's first step moves a weight by the learning rate."""
     save_model(tmp_path / "model", **SIZES, tie_word_embeddings=True)
-    fields = "--method rope --dtype float32 --val_lengths 64 --lr 1e-4"
-    run = train(place, tmp_path, fields, model=tmp_path / "model", steps="--steps 1")
+    fields = "--method rope --dtype float32 --val_lengths 64 --lr 1e-4 --steps 1"
+    run = train(place, tmp_path, fields, model=tmp_path / "model")
     before, after = (load_model(folder / "model") for folder in (tmp_path, run))
     assert after.lm_head.weight is after.model.embed_tokens.weight
     moved = (after.lm_head.weight - before.lm_head.weight).abs()

@@ -31,7 +31,7 @@ def states(check, device, *fields):
     7 |       | slow
 """)
 def test_a_gpu_needs_bfloat16_and_hopper_a_new_ptxas(major, ptxas, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (int(major), 0))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (int(major), 0))
     monkeypatch.setattr(doctor, "choose_ptxas", lambda device: ptxas and (TorchVersion(ptxas), "bin/ptxas"))
     assert states(doctor.check_gpus, "cuda", "--device", "auto") == expected.split()
 

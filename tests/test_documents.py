@@ -1,6 +1,5 @@
 """Tokens far inside their own documents, riffled documents, and attention within documents: models, decoding, runs."""
 
-import itertools
 
 import numpy as np
 import pytest
@@ -89,12 +88,6 @@ REFUSED = ("infini", "fire", "stick_breaking", "wall", "lssar", "grape_ap", "nap
 WITHIN = [name for name in METHODS if name not in DEPENDENT and not name.startswith(REFUSED)]
 
 
-def by_document(row):
-    """Return the slices of a sequence's documents. Every document but the first begins with token 0."""
-    starts = sorted({0, *(row == 0).nonzero().flatten().tolist()})
-    return [slice(*pair) for pair in itertools.pairwise([*starts, len(row)])]
-
-
 def several_documents(length=150):
     tokens, targets = random_tokens(length)
     tokens[:, [20, 21, length - 20]], tokens[1, 35] = 0, 0
@@ -106,8 +99,10 @@ def test_within_documents_a_model_computes_each_document_alone(name):
     model, (tokens, targets) = make_random_gpt(name), several_documents()
     losses = model(tokens, targets, plan=model.plan(150, document_token=0), per_token=True)
     alone = []
-    for row, its_targets in zip(tokens, targets):
-        parts = [model(row[None, part], its_targets[None, part], per_token=True) for part in by_document(row)]
+    for row in zip(tokens.split(1), targets.split(1)):
+        starts = (row[0][0, 1:] == 0).nonzero().flatten() + 1  # of every document but the first
+        documents = zip(*(x.tensor_split(starts, dim=1) for x in row))
+        parts = [model(*document, per_token=True) for document in documents]
         alone.append(torch.cat(parts, dim=1))
     assert_near(losses, torch.cat(alone), 1e-5)
     assert (losses - model(tokens, targets, per_token=True)).abs().max() > 1e-3 or name == "identity"

@@ -25,7 +25,7 @@ from commands import (
     table,
     wait_for,
 )
-from lives import STAGES, Lives
+from lives import STAGES, server
 from test_data import flip
 from test_train import arguments, assert_close_run, assert_same_run, newest, newest_state, steps_and_validations
 
@@ -42,17 +42,17 @@ RANKS = promise(8, "a rank that dies or hangs ends the job, and torchrun's resta
 
 @shared
 def lives():
-    with Lives() as lives:
-        yield lives
+    with server() as live:
+        yield live
 
 
 @pytest.fixture
 def live(data, lives, tmp_path):
-    """Return a function that runs train_gpt.py in a folder, see Lives.live."""
+    """Return a function that runs train_gpt.py in a folder, see lives.server."""
 
     def live(runs=tmp_path, more="", fault=None, processes=1, code=0):
         argv = arguments(data, runs, f"--resume auto {more}")
-        return lives.live(argv, tmp_path / "output", fault, processes, code)
+        return lives(argv, tmp_path / "output", fault, processes, code)
 
     return live
 

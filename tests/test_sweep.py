@@ -9,7 +9,6 @@ from contextlib import closing
 from unittest.mock import patch
 
 import pytest
-import torch
 from commands import (
     environment,
     exit_code,
@@ -282,7 +281,7 @@ def test_c4_is_fetched_once_before_anything_is_trained(data, tmp_path, monkeypat
 """)
 def test_runs_get_gpus_or_share_the_cores(monkeypatch, gpus, visible, at_once, gpus_per_run, device, expected):
     """More runs than GPUs share them."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(gpus))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(gpus))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.delenv("OMP_NUM_THREADS")
     at_once = int(at_once) if at_once else None

@@ -16,17 +16,12 @@ from scripts.reproduce import theory
 
 
 def literal_statistics(logits):
-    """eq:def:Htt and the local attention of logits (T,), term by term."""
-
-    def entropy(weights):
-        shares = [w / sum(weights) for w in weights]
-        return -sum(share * math.log(share) for share in shares)
-
-    weights = [math.exp(x) for x in logits.tolist()]
-    statistics = {"entropy": entropy(weights), "attention_100": sum(weights[:100]) / sum(weights)}
+    """eq:def:Htt and the local attention of logits (T,)."""
+    weights = logits.exp().tolist()
+    statistics = {"entropy": stats.entropy(weights), "attention_100": sum(weights[:100]) / sum(weights)}
     for start in (10, 100, 1_000):
         if len(weights) >= 10 * start:
-            statistics[f"entropy_{start}_{10 * start}"] = entropy(weights[start : 10 * start])
+            statistics[f"entropy_{start}_{10 * start}"] = stats.entropy(weights[start : 10 * start])
     return statistics
 
 
