@@ -1,6 +1,6 @@
 """FlexAttention's kernels, compiled for absent GPUs, for every kind of mechanism that changes the logits.
 
-One other process compiles all cases, because flex_code.py replaces Triton's driver for good.
+One other process compiles all cases, because results/speed/gpu_code.py replaces Triton's driver for good.
 """
 
 import json
@@ -24,7 +24,7 @@ LOOPS = dict(forward=1, backward=2)  # over tiles; the backward kernel computes 
 
 
 def make_cases(text):
-    """Return the arguments of flex_code.compile_case for each case: a method, its options and these settings."""
+    """Return the arguments of gpu_code.compile_case for each case: a method, its options and these settings."""
     cases = []
     for name, options in map(parse, text.split("|")):
         defaults = dict(arch=90, dtype="bfloat16", head_dim=128, length=1024)
@@ -63,28 +63,28 @@ from model.attention import flex
 from model.methods.base import Shape
 from model.methods.kerple import KerpleLog
 from model.methods.make import make_method
-from tests import flex_code
+from results.speed import gpu_code
 
 cases, two_tables, models, tiles = json.loads(sys.argv[1])
-codes = [flex_code.compile_case(*case) for case in cases]
+codes = [gpu_code.compile_case(*case) for case in cases]
 # The first call chooses tables and two stages of the pipeline, the second call two tables.
 with mock.patch.object(flex, "m_follows_from_a", side_effect=itertools.cycle([True, False])):
-    codes += [flex_code.compile_case(*case) for case in two_tables]
+    codes += [gpu_code.compile_case(*case) for case in two_tables]
 print(json.dumps([[dataclasses.asdict(code) for code in kernels] for kernels in codes]))
-graphs = [flex_code.trace_model(*model) for model in models]
+graphs = [gpu_code.trace_model(*model) for model in models]
 print(json.dumps([[(name, str(graph.graph).count("higher_order.flex_attention")) for name, graph in model]
     for model in graphs]))
 
 method = make_method("scale_invariant_nope", Shape(2, 128, 64))
 with mock.patch.object(flex.Flex, "tiles", tiles):
-    graphs = flex_code.trace_attention(method, 1024, torch.bfloat16)
+    graphs = gpu_code.trace_attention(method, 1024, torch.bfloat16)
 size = re.compile(r"(BLOCK_[MN]\\d?|num_warps|num_stages)(?: : tl.constexpr)? ?= ?(\\d+)")
-print(json.dumps([size.findall(flex_code.lower(*graph, 90)) for graph in graphs]))
+print(json.dumps([size.findall(gpu_code.lower(*graph, 90)) for graph in graphs]))
 
 coefficients = KerpleLog.coefficients
 KerpleLog.coefficients = lambda change, distance, head: coefficients(change, distance, head + 0)
 try:
-    flex_code.compile_case(90, "bfloat16", 64, 1024, "kerple_log", {}, ["backward"])
+    gpu_code.compile_case(90, "bfloat16", 64, 1024, "kerple_log", {}, ["backward"])
     print("true")
 except CompilationError:
     print("false")

@@ -14,9 +14,9 @@ from model.attention import flex
 from model.methods.base import Method, ScoreChange, Shape
 from model.methods.make import make_method
 from results.gpu.attention import FlexAsWritten, Paper
+from results.speed.gpu_code import compile_attention
 from runtime.run_folder import git_commit
 from scripts.shared.tables import markdown_table
-from tests.flex_code import compile_attention
 
 
 class WithDefaultOptions(FlexAsWritten):

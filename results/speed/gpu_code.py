@@ -1,6 +1,6 @@
 """Compile FlexAttention for a GPU that is not there: trace, lower by Inductor, compile by Triton, count instructions.
 
-Used by test_flex_cuda.py, and by results/speed/flex_code.py for a table.
+Used by tests/test_flex_cuda.py, and by flex_code.py for a table.
 """
 
 import contextlib
@@ -101,8 +101,14 @@ def trace_attention(method, length, dtype, backend=BACKENDS["flex"], documents=F
 def trace_model(method, options, document_token=None):
     """Return the graphs of the loss of a model of two layers."""
     config = SimpleNamespace(
-        vocab_size=512, num_layers=2, num_heads=2, model_dim=128,
-        train_length=256, position_scale=1.0, method=method, method_options=options,
+        vocab_size=512,
+        num_layers=2,
+        num_heads=2,
+        model_dim=128,
+        train_length=256,
+        position_scale=1.0,
+        method=method,
+        method_options=options,
     )
     model = GPT(config, torch.bfloat16).to(META)
     tokens = torch.empty(2, 256, dtype=torch.int64, device=META)
@@ -124,8 +130,15 @@ def empty_on(device, x):
 def absent_gpu(arch):
     """Make torch and Triton believe in a GPU of this compute capability, as far as writing code for it goes."""
     properties = SimpleNamespace(
-        major=arch // 10, minor=arch % 10, name="", gcnArchName="", multi_processor_count=132, warp_size=32,
-        regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+        major=arch // 10,
+        minor=arch % 10,
+        name="",
+        gcnArchName="",
+        multi_processor_count=132,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
     )
     target = GPUTarget("cuda", arch, 32)
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0))
@@ -144,6 +157,7 @@ def absent_gpu(arch):
 
 def lower(name, graph, arch):
     """Return the code that Inductor writes for a graph of `trace`, which it moves to CUDA."""
+
     def moved(x):
         return CUDA if x == META else x
 

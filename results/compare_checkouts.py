@@ -1,6 +1,6 @@
 """Compares two checkouts to the bit: config hashes of stored runs, and the losses of short runs.
 
-    python tests/compare_checkouts.py OLD NEW [--compile]        exit code 1 if a number differs
+    python -m results.compare_checkouts OLD NEW [--compile]        exit code 1 if a number differs
 
 Each checkout trains every case for four steps on the same text of a Markov chain. Numbers differ between machines, so
 nothing is stored: both checkouts run here. --compile: the cases are compiled, which takes minutes.
