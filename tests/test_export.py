@@ -47,7 +47,7 @@ def generate(model, tokens, new=8, do_sample=False, **options):
 
 
 def likeliest(gpt, tokens, length=None):
-    return full_logits(gpt, tokens, length or tokens.shape[1]).argmax(dim=-1)
+    return full_logits(gpt, tokens, target_length=length).argmax(dim=-1)
 
 
 @parametrize("name, options", CASES, ids=str)
@@ -55,7 +55,7 @@ def likeliest(gpt, tokens, length=None):
 def test_logits_and_cached_ones_are_ours(name, options):
     gpt, model = make_pair(name, options)
     tokens, _ = random_tokens(30)
-    expected = full_logits(gpt, tokens, 30)
+    expected = full_logits(gpt, tokens)
     whole = model(tokens, use_cache=False, labels=tokens)
     assert_near(whole.logits, expected, 1e-5)
     assert_near(whole.loss, cross_entropy(expected[:, :-1].mT, tokens[:, 1:]), 1e-5)
@@ -243,7 +243,7 @@ def test_it_loads_and_generates_where_the_repository_is_not(run, exported, tmp_p
     run_elsewhere(tmp_path, LOAD, exported, "out")
     tokens, logits, new = torch.load(tmp_path / "out")
     _, gpt = load_run(run, torch.device("cpu"))
-    assert_near(logits, full_logits(gpt, tokens, 300), 1e-5)
+    assert_near(logits, full_logits(gpt, tokens), 1e-5)
     assert torch.equal(new[:, 300:], likeliest(gpt, new[:, :-1])[:, 299:])
 
 

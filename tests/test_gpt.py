@@ -66,7 +66,8 @@ def plain_layers(name, p, tokens):
         mine = {key.removeprefix(f"blocks.{layer}."): value for key, value in p.items()}
         learned = next((mine[key] for key in mine if key.startswith("attention.method")), None)
         q, k, v = (rms_norm(x) @ matrix.T for matrix in mine["attention.qkv"])
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
+        by_head = [y.unflatten(-1, (HEADS, -1)) for y in (q, k, v)]
+        q, k, v = (y.transpose(1, 2) for y in by_head)  # (B, H, T, D)
         q, k = rms_norm(q), rms_norm(k)
         y = reference.attend(name, q, k, v, train_length=TRAIN_LENGTH, learned=learned, **options_of(name))
         x = x + y.transpose(1, 2).flatten(2) @ mine["attention.proj"].T

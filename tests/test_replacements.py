@@ -20,13 +20,16 @@ from attention_cases import (
 from commands import parametrize, slow
 from reference import alibi_slopes
 from test_gpt import make_random_gpt, random_tokens
-from test_rivals import SHAPES, by_rows, check_formula, make, nape
+from test_rivals import by_rows, check_formula, make, nape
 from torch import sigmoid
 
 from model import query_blocks
 from model.methods.base import Shape
 from model.methods.make import make_method
 from model.methods.nape import entmax
+
+SHAPES = [(2, 3, 16, 1), (2, 3, 16, 37), (1, 2, 8, 150)]  # batch, heads, head dimension, tokens
+SHAPES += [pytest.param(1, 4, 32, 300, marks=slow)]
 
 
 def project(x, weight):
@@ -97,7 +100,7 @@ FORMULAS = {"wall": wall, "softplus": softplus, "grape_ap": path_bias, "nape_ent
 
 
 @parametrize("name", FORMULAS)
-@parametrize("batch, num_heads, head_dim, length", [*SHAPES, (1, 2, 8, 150)])
+@parametrize("batch, num_heads, head_dim, length", SHAPES)
 def test_a_replacement_computes_the_formula_of_its_source(name, batch, num_heads, head_dim, length):
     tolerances = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.03}
     check_formula(make(name, num_heads, head_dim), FORMULAS[name], length, batch, tolerances)

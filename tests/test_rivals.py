@@ -33,8 +33,9 @@ from model.methods.base import Method, Shape
 from model.methods.make import make_layers, make_method
 from model.methods.names import layer_pattern
 
-SHAPES = [(2, 3, 16, 1), (2, 3, 16, 37)]  # batch, heads, head dimension, tokens
-SHAPES += [pytest.param(*shape, marks=slow) for shape in [(1, 4, 32, 130), (1, 2, 8, 300)]]
+LARGE = [(1, 4, 32, 130), (1, 2, 8, 300)]  # batch, heads, head dimension, tokens
+SHAPES = [(2, 3, 16, 1), (2, 3, 16, 37)]
+SHAPES += [pytest.param(*shape, marks=slow) for shape in LARGE]
 CASES = """fox | p_rope+forget | scale_invariant+forget | p_rope+scale_invariant+forget | rope+window window=29
     | p_rope+window window=1 | p_rope+sink | p_rope+scale_invariant+sink | kerple_log | kerple_power | bam | bam_ssmax
     | p_rope+bam+sink | scale_invariant_nope skip_first=True | nape | log_beyond | log_steps floor=10.0

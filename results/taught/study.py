@@ -103,9 +103,10 @@ def rotation_runs(scale: Scale) -> list[Run]:
 
 def order_runs(scale: Scale) -> list[Run]:
     """Return the runs of two score rules with the fast rotation: all seeds, and seed 0 with four orders of the data."""
-    runs = forms(scale.base, [(SI, QUARTER), ("logn_p_rope", QUARTER)], scale.seeds)
-    for run in runs[:: len(scale.seeds)]:  # of the first seed
-        runs = runs + [Run(run.preset, run.changes | {"data_seed": order}) for order in ORDERS]
+    cases = [(SI, QUARTER), ("logn_p_rope", QUARTER)]
+    runs = forms(scale.base, cases, scale.seeds)
+    for run in forms(scale.base, cases, scale.once):
+        runs += [Run(run.preset, run.changes | {"data_seed": order}) for order in ORDERS]
     return runs
 
 
