@@ -30,7 +30,7 @@ from runtime.run import Run
 
 
 def main():
-    # ---- setup: a user's mistake ends the command here, unless run.restore() finds it in a checkpoint ----
+    # ---- setup: a user's mistake ends the command here. A mistake that a checkpoint reveals ends run.restore() ----
     with exit_on_user_error():
         config = read_run(sys.argv[1:], __doc__)
         world = start_processes(config.device, config.timeout)  # rank, number of ranks (1 without torchrun), device
@@ -39,7 +39,7 @@ def main():
         model = GPT(config, compute_dtype(config, world.device)).to(world.device)
         compiled = compile_model(model, config, world)  # shares the weights; `model` itself with --compile off
         optimizers = build_optimizers(config, model, world)
-        # A plan needs no weights: rotary tables, block masks, and a_t and m_t unless they are learned.
+        # A plan holds what does not depend on weights: rotary tables, block masks, and a_t and m_t unless learned.
         plans = plan_attention(config, model, world, text.train)
         validation = Validation(config, model, text.validation, world)
         run = Run(config, world, model, optimizers, plans, text, training_flops_per_token(config))
@@ -59,13 +59,13 @@ def main():
             length = config.length_at(step)
             loss = torch.zeros((), device=world.device)
             for inputs, targets in next(loader):  # this rank's micro-batches, both (B, length)
-                parts = config.batch_tokens / inputs.numel()  # the step in micro-batches of this size, on all ranks
+                parts = config.batch_tokens / inputs.numel()  # micro-batches of this size in a step, on all ranks
                 micro_loss = compiled(inputs, targets, plan=plans[length]) / parts
                 micro_loss.backward()
                 loss += micro_loss.detach()
-            loss, grad_norm = optimizers.reduce(loss)  # over all ranks
+            loss, grad_norm = optimizers.reduce(loss)  # sums loss and gradients over all ranks
             finite = torch.isfinite(loss + grad_norm)  # stays on the device, so the host does not wait for it
-            optimizers.step(lr_factor(config, step), finite)  # changes nothing if loss or gradients are not finite
+            optimizers.step(lr_factor(config, step), finite)  # clears the gradients; updates nothing if not finite
             run.log_step(step + 1, loss, grad_norm)
         loader.close()
 

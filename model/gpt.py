@@ -102,7 +102,7 @@ class GPT(nn.Module):
 
     @property
     def pattern_methods(self) -> list[Method]:
-        """Return the attention methods of the first layers. Later layers repeat them."""
+        """Return the attention methods of the layers, one period of them. Most configurations have one method."""
         return [block.attention.method for block in self.blocks[: self.pattern_length]]
 
     def plan(
@@ -115,11 +115,12 @@ class GPT(nn.Module):
         method: Method | None = None,
         document_token: int | None = None,
     ) -> Plan:
-        """Return the plan for sequences of this length.
+        """Return the plan for sequences of this length: backends, and what does not depend on weights.
 
         queries (default: all): the last tokens, whose outputs are wanted. target_length: see plan_layer. backend: its
-        name, or auto. method: another method to run these weights with, which must train identically
-        (make_alternative). document_token: if given, attention stays within documents, which begin with this token.
+        name, or auto. method: plan for another method than the trained one, such as YaRN for RoPE's weights. Only the
+        plans of the two may differ (make_alternative). document_token: if given, attention stays within documents,
+        which begin with this token.
         """
         device = self.head.device
         methods = self.pattern_methods if method is None else [method.to(device)]

@@ -1,4 +1,4 @@
-"""Causal attention by any method, in one reading."""
+"""Causal attention by any method: rotation, softmax over the changed scores, gate."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,6 +30,8 @@ def attend(
     if method.replacement is not None:
         y = method.replacement.attend(q, k, v, rotated_q, rotated_k, features, plan)
     else:
+        # The logits are a_t S + m_t plus the key bias, with S = q.k / sqrt(d). The plan holds a_t and m_t in the
+        # backend's form. If they are learned, the backend takes them from score_change.
         y = plan.backend.run(
             rotated_q,
             rotated_k,
@@ -49,7 +51,10 @@ def attend(
 
 
 def rotate_and_scale(method: Method, q: Tensor, k: Tensor, x: Tensor | None, plan: LayerPlan) -> tuple[Tensor, Tensor]:
-    """Return q and k rotated, and q scaled, computed in float32 and rounded to their dtype once at the end."""
+    """Return q and k rotated, and q scaled as in LogN, in float32, rounded to their dtype once at the end.
+
+    The factor 1 / sqrt(d) is the backend's.
+    """
     rotated_q, rotated_k = rotate(method, q, k, plan)
     if method.query_scale is not None:
         factors = method.query_scale.multiplier(plan.query_table[..., -q.shape[2] :], x)  # ([B,] 1 or H, Tq)

@@ -1,8 +1,9 @@
 """Scale-invariant attention (Anson, Wang and Aitchison 2025, arXiv 2505.17083), the paper of this repository.
 
-Let E[exp(L_t)] and E[exp(L_t) L_t] fall as 1 / (t/tau + 1). Then all ranges of distances [t, t Delta) with t far above
-tau get the same expected total of unnormalised attention, and the same expected unnormalised sparsity. For scores that
-are N(0, 1), and a_0 = 1, m_0 = 0, the solution is (eq:gaussian_at, eq:gaussian_mt):
+The logit at distance t is L_t = a_t S + m_t. Let E[exp(L_t)] and E[exp(L_t) L_t] fall as 1 / (t/tau + 1). Then all
+ranges of distances [t, t Delta) with t far above tau get the same expected total of exp(L_t), the unnormalised
+attention, and of exp(L_t) L_t, the unnormalised sparsity. For scores that are N(0, 1), and a_0 = 1, m_0 = 0, the
+solution is (in the paper's source eq:gaussian_at and eq:gaussian_mt):
 
     a_t = sqrt(1 + 2 log(1 + t/tau)),    m_t = 1 - a_t^2 = -2 log(1 + t/tau).
 
@@ -56,14 +57,14 @@ class ScaleInvariant(ScoreChange):
         terms: str = "both",
         skip_first: bool = False,
     ):
-        """tau: the length, in tokens, of the local region whose scores stay about unchanged.
+        """tau: a length in tokens. Scores change little at distances far below it.
 
         tau_ratio: factor of tau from one head to the next; the first head has tau. learn_tau: each head of each layer
         learns log(tau). learn_gain: each head learns a factor of its scores, because the theory assumes scores with
         standard deviation 1. learn_moments: each head learns mean and deviation of its scores. They start at 0 and 1,
         or at values of a trained model (model/scores.py). terms: "a" leaves out m_t, "m" leaves out a_t. skip_first:
         the first token has a = 1 and m = 0 at every distance, because its scores are not Gaussian (the paper leaves it
-        out of its test of the scores). Our kernel for CPUs cannot do this.
+        out of its test of the scores). The backends read it; our kernel for CPUs cannot do this.
         """
         super().__init__()
         require(tau > 0 and tau_ratio > 0, f"tau is {tau}, tau_ratio {tau_ratio}. Use positive numbers.")
@@ -77,7 +78,7 @@ class ScaleInvariant(ScoreChange):
         self.gain = nn.Parameter(torch.ones(shape.num_heads)) if learn_gain else None
         self.mean = nn.Parameter(torch.zeros(shape.num_heads)) if learn_moments else None
         self.log_deviation = nn.Parameter(torch.zeros(shape.num_heads)) if learn_moments else None
-        self.calibrated = ("mean", "log_deviation") if learn_moments else ()
+        self.calibrated = ("mean", "log_deviation") if learn_moments else ()  # what calibrate sets
 
     def coefficients(self, distance, head):
         tau = self.tau_of(head, distance.dtype)
@@ -92,7 +93,7 @@ class ScaleInvariant(ScoreChange):
             a = a * self.gain[head].to(distance.dtype)
         return a, torch.zeros_like(m) if self.terms == "a" else m
 
-    def calibrate(self, scores):
+    def calibrate(self, scores):  # (H, pairs)
         if self.calibrated:
             self.mean.copy_(scores.mean(dim=1))
             self.log_deviation.copy_(scores.std(dim=1).log())
