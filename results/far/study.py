@@ -344,11 +344,12 @@ def draw_curves(study: Study, looks: dict[str, dict]):
     losses = collections.defaultdict(list)
     for series in looks:
         for run, stored in study.finished:
-            method = study.series(run).get(series, "")
-            records = [] if method == "" else stored.validations()[:-1]
-            for record in records:
+            methods = study.series(run)
+            if series not in methods:
+                continue
+            for record in stored.validations()[:-1]:
                 tokens = record["step"] * run.config.batch_tokens / 1e6
-                for length, loss in final_losses(record, method).items():
+                for length, loss in final_losses(record, methods[series]).items():
                     losses[series, length, tokens].append(loss)
     rows = [row for row in summarise(losses, "series", "length", "tokens") if row["tokens"] > 0]
     panels = []

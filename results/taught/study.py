@@ -267,9 +267,9 @@ def order(study: Study) -> str:
         (series,) = study.series(run)
         loss = final_losses(stored.summary)[length]
         if not run.config.data_seed:
-            found.setdefault((series, "5 seeds, one order"), []).append(loss)
+            found.setdefault((series, "seeds, one order"), []).append(loss)
         if run.config.seed == first:
-            found.setdefault((series, "one seed, 5 orders"), []).append(loss)
+            found.setdefault((series, "orders, one seed"), []).append(loss)
 
     # 2. The table.
     rows = [["method", "runs", "number", "mean", "standard deviation", "lowest", "highest"]]

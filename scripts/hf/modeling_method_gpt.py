@@ -100,7 +100,7 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
             inputs_embeds = gpt.embedding(input_ids)
         count, first = inputs_embeds.shape[1], 0 if cache is None else cache.get_seq_length()
         x = norm(inputs_embeds.to(gpt.dtype))
-        states = [x]
+        states = []  # empty unless asked for, because they would take the memory of all layers
         length = max(target_length or 0, first + count)  # assisted decoding may draft beyond the target
         if count == 1 and target_length is not None:
             plan = self.step_plan(length).up_to(first + 1)
@@ -109,13 +109,14 @@ class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
         for layer, block in enumerate(gpt.blocks):
             layer_plan = plan.for_layer(layer)
             layer_cache = None if cache is None else LayerCache(cache, layer, block.attention.method, layer_plan)
+            if output_hidden_states:
+                states.append(x)
             x = block(x, layer_plan, layer_cache)
-            states.append(x)
-        x = states[-1] = norm(x)
+        x = norm(x)
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = linear(x[:, positions], gpt.head).float()
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        hidden = tuple(states) if output_hidden_states else None
+        hidden = (*states, x) if output_hidden_states else None
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=hidden)
 
     def get_input_embeddings(self) -> nn.Embedding:
