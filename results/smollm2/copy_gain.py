@@ -1,7 +1,9 @@
 """Measures the copy gain of a Llama model with a method, at several distances, in one forward pass of a long text.
 
     python results/smollm2/copy_gain.py smollm2 scale_invariant_rope --text dorrit.txt --method_options skip_first True
+    python results/smollm2/copy_gain.py runs/continued/NAME/model stored --text bleak_house.txt --tokens 16384
 
+The method `stored` is the one that the model was trained with.
 Pairs of equal spans, 32 random tokens each, replace a part of the text. The second span of each pair is in the last
 4,096 tokens. The command prints a line of copy_gain.jsonl, without the name that the figure shows.
 """
@@ -36,7 +38,10 @@ def main():
 
     names, values = arguments.method_options[::2], arguments.method_options[1::2]
     options = dict(zip(names, map(option_value, values), strict=True))
-    model = WithLoss(convert(load_model(arguments.model), arguments.method, **options))
+    model = load_model(arguments.model)
+    if arguments.method != "stored":
+        model = convert(model, arguments.method, **options)
+    model = WithLoss(model)
     text = load_tokenizer(arguments.model).encode(arguments.text.read_text())
     tokens = torch.tensor(text[: arguments.tokens + 1])
     pairs = place_pairs(arguments.tokens, arguments.distances, arguments.spans)
