@@ -18,6 +18,8 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     copy PLACE GAP SERIES            copy gain of random tokens in nats
     recovery PLACE GAP SERIES        copy gain over copy gain within the training length (measure/copy_gain.py)
     far_gain PLACE CLASS SERIES      far gain in nats of a class of tokens
+    elsewhere PLACE TEXT LENGTH SERIES loss on other text (results/far/other_texts.py)
+    recall PLACE TASK LENGTH SERIES  share of values recalled (results/far/recall.py)
     riffle PLACE END SERIES          riffle gain in nats, of the octave of positions that ends there
     time PLACE GAP SERIES            time to copy in millions of training tokens, of the runs that copy
     needle PLACE LENGTH SERIES       share of needles found by greedy decoding

@@ -15,6 +15,8 @@ from configs.sweeps import SCALES, SI, Scale, forms
 from measure.copy_gain import recovery
 from measure.far_gain import CLASSES
 from results.far.heads import far_heads
+from results.far.other_texts import losses as losses_elsewhere
+from results.far.recall import recalled
 from results.paired import PairedTests, at
 from results.reach import draw_reach, reach_tables
 from results.taught.study import (
@@ -148,6 +150,8 @@ NUMBERS = dict(
     far_gain=lambda stored, method: far_gains(stored.summary, method),
     riffle=lambda stored, method: measured(stored.summary, "riffle_gain", method),
     recovery=recoveries,
+    recall=lambda stored, method: {} if method else recalled(stored.path.name),
+    elsewhere=lambda stored, method: {} if method else losses_elsewhere(stored.path.name),
     late=lambda stored, method: late_losses(stored.summary, method, stored.config.train_length // 2),
     time=times,
 )
