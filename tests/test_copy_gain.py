@@ -18,6 +18,7 @@ from data.shards import open_split
 from measure.copy_gain import KINDS, SPAN, SPANS, copy_length, copy_sequences, measure_copy_gain, recovery
 from measure.far_gain import CLASSES, check_windows, classify, far_windows, measure_far_gain
 from measure.losses import Losses
+from results.far import recall
 from runtime.metrics import numbers
 from runtime.processes import World
 from scripts import evaluate
@@ -249,3 +250,35 @@ def test_a_run_measures_it_at_its_end_and_evaluate_again(data, tmp_path, capsys)
     gain, error = measured["far_gain"]["none"], measured["far_gain_error"]["none"]
     assert f"{gain:.3f} ± {error:.3f}" in capsys.readouterr().out
     fails(capsys, "far gain", evaluate.main, run, "--far", 9, "--device", "cpu")
+
+
+# ---- recall (results/far/recall.py) ----------------------------------------------------------------------------------
+
+
+class Recaller:
+    """Stands for a model that copies what followed an earlier occurrence of the last 4 tokens."""
+
+    def hits(self, inputs, targets, last):
+        hits = torch.zeros(len(inputs), last)
+        for row, (sequence, wanted) in enumerate(zip(inputs, targets)):
+            keys = windows(sequence, recall.PAIR - 1)  # the key in row j ends at position j + 3
+            for i, row_of_key in enumerate(range(len(keys) - last, len(keys))):
+                first = (keys == keys[row_of_key]).all(axis=1).argmax()
+                same = wanted[first + recall.PAIR - 2] == wanted[i - last]
+                hits[row, i] = float(first < row_of_key and same)
+        return hits
+
+
+def test_recall_is_that_of_values_by_their_keys(stream, monkeypatch):
+    lengths = 200, 500
+    monkeypatch.setattr(recall, "LENGTHS", lengths)
+    for make in recall.TASKS.values():
+        sequence, values = make(stream, 500, VOCAB, np.random.default_rng())
+        queries = sequence[-(values[-1] + 1) :].reshape(len(values), -1)
+        context = windows(sequence[: -queries.size], recall.PAIR)
+        assert len(sequence) == 500 and all((context == pair).all(axis=1).any() for pair in queries)
+
+    losses = losses_of(tiny_model(), [length - 1 for length in lengths])
+    perfect, chance = (recall.measure_recall(hits, stream, VOCAB) for hits in (Recaller(), losses))
+    for task in recall.TASKS:
+        assert min(perfect[task].values()) > 0.98 and max(chance[task].values()) < 0.2

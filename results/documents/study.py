@@ -6,7 +6,7 @@ folders of source, without a mask.
 
 from configs.runs import Run
 from configs.sweeps import SI, Scale, forms
-from results.far.study import far_gains
+from results.far.study import copy_curve, far_gains, time_to_copy
 from results.paired import PairedTests
 from results.taught.study import FAST, QUARTER
 from scripts.reproduce.study import BySeed, Study
@@ -92,11 +92,30 @@ def documents(study: Study) -> str:
             cells = [values[mask].get(series, {}) for values in columns.values()]
             means = [format_mean(*mean_and_stderr([*by_seed.values()])) for by_seed in cells]
             rows.append([series_name(series), mask, str(len(cells[0])), *means])
+    table = markdown_table(rows)
+    study.sections += ["### Each run (not registered)", *by_run(study)]
     text = f"Training documents have at most {study.base_length} tokens. Loss: nats per token on whole folders, by "
     text += "sequence length. Copy gain: loss of 32 random tokens minus the loss of their second copy. Far gain: loss "
     text += "with one training length of context minus loss with 16, by the latest place where the 8 tokens before a "
     text += "token occur. Mean \u00b1 standard error over seeds."
-    return f"{text}\n\n{markdown_table(rows)}"
+    return f"{text}\n\n{table}"
+
+
+def by_run(study: Study) -> list[str]:
+    """Return a table with each run: when it copies, and what it reaches."""
+    rows = [["method", "mask in training", "seed", "time to copy, M tokens", f"loss at {FAR_LENGTH}", "far gain, far"]]
+    for run, stored in study.finished:
+        (series, *_) = study.series(run)
+        time = time_to_copy(copy_curve(stored))
+        shown = "not" if time is None else f"{time:.1f}"
+        loss = final_losses(stored.summary)[FAR_LENGTH]
+        gain = far_gains(stored.summary)["far"]
+        cells = run.config.document_mask, str(run.config.seed), shown, f"{loss:.3f}", f"{gain:+.2f}"
+        rows.append([series_name(series), *cells])
+    rows[1:] = sorted(rows[1:])
+    text = "A run copies once its copy gain at a gap of 64 tokens is above 1 nat (results/far/README.md). The runs end "
+    text += "after 4.2 M tokens."
+    return [text, markdown_table(rows)]
 
 
 NUMBERS = {}
