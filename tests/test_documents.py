@@ -16,7 +16,7 @@ from measure.documents import own_context
 from measure.riffle import CHUNKS, long_documents
 from model.methods import METHODS
 from scripts import evaluate
-from scripts.shared.runs import load_run
+from scripts.shared.runs import load_run, read_run
 from train_gpt import main as train
 
 
@@ -64,7 +64,7 @@ def test_riffle_gain_is_the_difference_of_the_losses_of_single_sequences(tmp_pat
     end = stream.document_token
     documents = windows[(windows[:, 0] == end) & (windows[:, 1:] != end).all(axis=1)]
     count = found["riffle_documents"]
-    assert CHUNKS <= count == len(documents)
+    assert CHUNKS <= count == len(documents) == read_run(run).summary["riffle_documents"]
     differences = -plain_losses(model, documents).numpy()
     for chunk in range(CHUNKS):
         here = slice(8 * chunk, 8 * chunk + 8)

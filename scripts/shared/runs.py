@@ -152,8 +152,8 @@ def with_evaluation(summary: dict, evaluation: dict) -> dict:
         return summary
     comparable = single_val_tokens(evaluation) == single_val_tokens(summary)
     prefixes = ("copy_", "far_", "riffle_", *["val_loss"] * comparable)
-    names = [name for name in evaluation if name.startswith(prefixes)]
-    return summary | {name: join(evaluation[name], summary.get(name, {})) for name in names}
+    found = {name: value for name, value in evaluation.items() if name.startswith(prefixes)}
+    return join(found, summary)
 
 
 def join(old: dict, new: dict) -> dict:
