@@ -1,6 +1,7 @@
 """Statistics, and our studies: the registered tests, and tables against plain numbers of the kept runs."""
 
 import itertools
+import json
 import math
 import re
 import statistics
@@ -116,9 +117,13 @@ far | Xsa at far | {XSA} | {FAST} | {FAR} | 3 4 5 6
 taught_rotation | Tests | {SI} | logn_p_rope; p_rope | {ROTATION} | 0
 far_rotation | Tests | {SI} | logn_p_rope; p_rope | {ROTATION} | 3 4 5 6
 far_again | Again | {SI} {QUARTER} | logn_p_rope {QUARTER} | loss, 8192 tokens (16x) | 0 1 2
+far_again | Recall | {SI} {QUARTER} | logn_p_rope {QUARTER} | values recalled, 8192 tokens | 0 1 2
 documents | The mask | masked | unmasked | {MASKED} |
 documents | The methods with the mask | {SI} {QUARTER} | logn_p_rope; rope | loss, 8192 tokens; far gain, class far |
 """
+RECALLED = {}
+for row in (ROOT / "results/far/recall.jsonl").read_text().splitlines():
+    RECALLED[json.loads(row)["name"]] = json.loads(row)["spread"]["8192"]
 STUDIES = {item: module for module in studies() for item in module.TESTS}
 
 
@@ -165,6 +170,8 @@ def plain_value(measure, line):
     if line is None:
         return None
     number = re.search(r"\d+", measure)
+    if measure.startswith("values"):
+        return RECALLED.get(line["name"])
     if measure.startswith("time"):
         return copy_time(line) or 3072 * 2048 / 1e6
     if measure.startswith("copy"):

@@ -186,11 +186,20 @@ def tests(study: Study) -> list[PairedTests]:
 
 
 def again_tests(study: Study) -> list[PairedTests]:
-    """Return the one test of the new seeds."""
+    """Return the test of the loss of the new seeds, and the later one of their recall."""
     length = 16 * study.base_length
-    measures = {f"loss, {length} tokens (16x)": at(study.by_seed(final_losses), length)}
-    note = "This test was fixed before its runs."
-    return [PairedTests("Again", FAST, [f"logn_p_rope {FAST_OPTIONS}"], measures, "nats a token", range(3), note)]
+    losses, recall = at(study.by_seed(final_losses), length), collections.defaultdict(dict)
+    for run, stored in study.finished:
+        (series,), shares = study.series(run), recalled(stored.path.name)
+        if shares:
+            recall[series][run.config.seed] = shares[f"spread {length}"]
+    note, rivals = "This test was fixed before its runs.", [f"logn_p_rope {FAST_OPTIONS}"]
+    of_loss = {f"loss, {length} tokens (16x)": losses}
+    of_recall = {f"values recalled, {length} tokens": recall}
+    return [
+        PairedTests("Again", FAST, rivals, of_loss, "nats a token", range(3), note),
+        PairedTests("Recall", FAST, rivals, of_recall, "shares", range(3), note),
+    ]
 
 
 TESTS = dict(far=tests, far_rotation=rotation_tests, far_again=again_tests)
