@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from data.shards import TokenStream
+from errors import exit_on_user_error
 from measure.losses import Losses
 from runtime.processes import start_processes
 from scripts.shared.runs import load_run, open_validation_text, read_run
@@ -93,6 +94,7 @@ def recalled(name: str) -> dict[str, float]:
     return {f"{task} {length}": share for task in TASKS for length, share in line.get(task, {}).items()}
 
 
+@exit_on_user_error()
 def main():
     lines, world = read_lines(), start_processes("cpu")
     for folder in map(Path, sys.argv[1:]):
