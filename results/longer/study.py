@@ -1,7 +1,7 @@
 """The study `longer`: does the advantage at 16x grow or shrink with training? README.md has the rules."""
 
 from configs.runs import Run
-from configs.sweeps import SI, Scale, forms
+from configs.sweeps import SCALES, SI, Scale, forms
 from results.far.study import draw_curves
 from results.reach import reach_tables
 from results.taught.study import FAST, QUARTER
@@ -12,7 +12,7 @@ from scripts.shared.tables import markdown_table
 
 SCALE = "far"
 CASES = [(SI, QUARTER), ("logn_p_rope", {}), (SI, {}), ("logn_p_rope", QUARTER)]
-SEEDS = (0, 1)
+SEEDS = (0, 1)  # unless the user names others
 CHANGES = {"steps": 12_288, "val_every": 1024, "val_lengths": (512, 2048, 8192)}
 RIVAL = "logn_p_rope"
 GAPS = (256, 1024, 4096)  # tokens between two copies
@@ -21,9 +21,10 @@ GAPS = (256, 1024, 4096)  # tokens between two copies
 
 
 def longer_runs(scale: Scale) -> list[Run]:
-    """Return the runs, seed by seed."""
+    """Return the runs, seed by seed: SEEDS, unless the user names others."""
+    seeds = SEEDS if scale == SCALES[SCALE] else scale.seeds
     runs = []
-    for seed in SEEDS:
+    for seed in seeds:
         runs += [Run(run.preset, CHANGES | run.changes) for run in forms(scale.base, CASES, (seed,))]
     return runs
 
@@ -36,16 +37,17 @@ SWEEPS = dict(longer=longer_runs)
 def leads(study: Study) -> list[list[str]]:
     """Return a row for each validation: the loss at 16x of our forms minus the rival's, of each seed."""
     length, by_step = 16 * study.base_length, {}
+    seeds = sorted({run.config.seed for run, _ in study.finished})
     for run, stored in study.finished:
         (series,) = study.series(run)
         for record in stored.validations()[1:]:  # the first is before training
             losses = by_step.setdefault(record["step"] * run.config.batch_tokens, {})
             losses[series, run.config.seed] = final_losses(record)[length]
-    rows = [["M tokens", *(f"{series_name(form)}, seed {seed}" for form in (FAST, SI) for seed in SEEDS)]]
+    rows = [["M tokens", *(f"{series_name(form)}, seed {seed}" for form in (FAST, SI) for seed in seeds)]]
     for tokens, losses in sorted(by_step.items()):
         cells = []
         for form in (FAST, SI):
-            for seed in SEEDS:
+            for seed in seeds:
                 pair = losses.get((form, seed)), losses.get((RIVAL, seed))
                 cells.append("" if None in pair else f"{pair[0] - pair[1]:+.3f}")
         rows.append([f"{tokens / 1e6:.1f}", *cells])
