@@ -92,13 +92,12 @@ def documents(study: Study) -> str:
             cells = [values[mask].get(series, {}) for values in columns.values()]
             means = [format_mean(*mean_and_stderr([*by_seed.values()])) for by_seed in cells]
             rows.append([series_name(series), mask, str(len(cells[0])), *means])
-    table = markdown_table(rows)
     study.sections += ["### Each run (not registered)", *by_run(study)]
     text = f"Training documents have at most {study.base_length} tokens. Loss: nats per token on whole folders, by "
     text += "sequence length. Copy gain: loss of 32 random tokens minus the loss of their second copy. Far gain: loss "
     text += "with one training length of context minus loss with 16, by the latest place where the 8 tokens before a "
     text += "token occur. Mean \u00b1 standard error over seeds."
-    return f"{text}\n\n{table}"
+    return f"{text}\n\n{markdown_table(rows)}"
 
 
 def by_run(study: Study) -> list[str]:

@@ -2,15 +2,18 @@
 
     python -m data.text books/ --tokenizer data/far/tokenizer.json --val-fraction 0.9 --out data/books_for_far
     python -m scripts.evaluate RUNS --data data/books_for_far --lengths 512 2048 8192 --val-tokens 262144
-    python results/far/other_texts.py RUNS
+    python -m results.far.other_texts RUNS
 
-A line replaces the line of the same run and text. The text's name is that of its folder, up to the first "_".
+books/ has a few of the books; docs_for_far is made in the same way. A line has the fingerprint of its text. It replaces
+the line of the same run and text. The text's name is that of its folder, up to the first "_".
 """
 
 import functools
 import json
 import sys
 from pathlib import Path
+
+from scripts.keep import write_lines
 
 FILE = Path(__file__).with_suffix(".jsonl")
 KEPT = ("text", "val_tokens", "val_loss", "val_loss_by_position")
@@ -42,7 +45,7 @@ def main():
             text = Path(result["data"]).name.split("_")[0]
             kept = {key: result[key] for key in KEPT}
             lines[folder.name, text] = {"name": folder.name, "on": text} | kept
-    FILE.write_text("".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)))
+    write_lines(FILE, [lines[key] for key in sorted(lines)])
 
 
 if __name__ == "__main__":

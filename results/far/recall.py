@@ -22,6 +22,7 @@ from data.shards import TokenStream
 from errors import exit_on_user_error
 from measure.losses import Losses
 from runtime.processes import start_processes
+from scripts.keep import write_lines
 from scripts.shared.runs import load_run, open_validation_text, read_run
 
 FILE = Path(__file__).with_suffix(".jsonl")
@@ -104,7 +105,7 @@ def main():
         line = {"name": folder.name} | measure_recall(losses, open_validation_text(read_run(folder)), config.vocab_size)
         lines[folder.name] = line
         print(json.dumps(line), flush=True)
-        FILE.write_text("".join(json.dumps(lines[name]) + "\n" for name in sorted(lines)))
+        write_lines(FILE, [lines[name] for name in sorted(lines)])
 
 
 if __name__ == "__main__":

@@ -297,7 +297,7 @@ def text_errors(study: Study) -> list[str]:
 
 
 def again(study: Study) -> str:
-    """Return the tables of the new seeds as Markdown. A section has the test."""
+    """Return the tables of the new seeds as Markdown. Sections have the tests."""
     for paired in again_tests(study):
         study.sections += paired.section()
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
