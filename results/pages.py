@@ -80,6 +80,8 @@ def numbers_of_run(file: Path, stored: StoredRun) -> dict:
     """Return the numbers of a kept run by name."""
     # 1. The place, and the series of the trained method.
     place = file.parent.name if file.parent.name in CHANGES else stored.line["preset"]
+    if file.parent.name == "growth":  # the preset is that of `far`
+        place = f"growth_{stored.config.model_dim}"
     form = " masked" if stored.config.masks_documents("train") else ""
     if stored.config.data_seed:
         form += f" order={stored.config.data_seed}"

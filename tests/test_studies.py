@@ -16,6 +16,7 @@ from configs.config import config_hash
 from configs.sweeps import SI
 from model.methods.names import canonical_name
 from results.far.study import time_to_copy
+from results.growth.study import RIVAL, leads_by_size, slope
 from results.mini.study import RIVALS
 from results.pages import open_study
 from results.paired import PairedTests
@@ -339,3 +340,26 @@ def test_rivals_are_methods_that_the_paper_s_sweeps_lack():
     assert not {*RIVALS} & {run.config.method for run in sweep("all", "mini")}
     others = [config_hash(run.config) for run in sweep("table_rivals", "mini") if run.config.method not in RIVALS]
     assert {*others} <= {config_hash(run.config) for run in sweep("table_losses", "mini")}
+
+
+def test_the_slope_of_the_lead_is_that_of_a_line_with_student_s_interval():
+    parameters = np.array([1.0, 1.0, 2.0, 4.0]) * 1e6
+    leads = np.array([0.1, 0.3, 0.4, 0.9])
+    x = np.log2(parameters)
+    fitted, start = np.polyfit(x, leads, 1)
+    variance = sum((leads - start - fitted * x) ** 2) / 2
+    error = math.sqrt(variance / sum((x - x.mean()) ** 2))
+    half = student.ppf(0.975, 2) * error
+    found = re.findall(r"[+-][\d.]+", slope([*zip(parameters, range(4), leads)]))
+    expected = [fitted, fitted - half, fitted + half]
+    assert [*map(float, found)] == pytest.approx(expected, abs=5.1e-4)
+
+
+def test_leads_are_differences_within_seeds():
+    losses, kept = {}, [run for run in read_runs(ROOT / "results/far/runs.jsonl") if run.config.seed in (0, 3)]
+    for run in kept:
+        losses[series_label(run.config), run.config.seed] = run.line["val_loss"]["8192"]
+    assert (FAST, 3) in losses and (RIVAL, 3) not in losses
+    found = leads_by_size(kept, 8192)
+    for form in (FAST, SI):
+        assert found[form] == [(1_048_576, 0, losses[form, 0] - losses[RIVAL, 0])]
