@@ -142,7 +142,10 @@ class TokenStream:
 
     @property
     def document_token(self) -> int:
-        """Return the token before each document, which is the first token of a split."""
+        """Return the token before each document. It is the first token of a validation text.
+
+        A training text with copy rows begins with another token.
+        """
         return int(self.read(0, 1)[0])
 
     def fingerprint(self, tokens: int | None = None) -> str:

@@ -156,14 +156,15 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
 @exit_on_user_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m data.text", description="Tokenise text files into shards.")
-    parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="files, or folders of files")
-    parser.add_argument("--tokenizer", required=True, help="gpt2, bpe:SIZE, a file, a data folder, or a model")
-    parser.add_argument("--out", required=True, type=Path, help="output folder, without shards yet")
-    parser.add_argument("--field", default="text", help="field of a row that holds the text")
-    parser.add_argument("--skip-bad", action="store_true", help="leave out rows without a text, and count them")
-    parser.add_argument("--val-fraction", type=float, default=0.05, help="approximate share of val (default 0.05)")
-    parser.add_argument("--copy-rows", type=float, metavar="SHARE", help="share of copy rows in train, such as 0.5")
-    parser.add_argument("--row-tokens", type=int, default=256, help="tokens in a row, with --copy-rows (default 256)")
+    add = parser.add_argument
+    add("inputs", nargs="+", type=Path, metavar="INPUT", help="files, or folders of files")
+    add("--tokenizer", required=True, help="gpt2, bpe:SIZE, a file, a data folder, or a model")
+    add("--out", required=True, type=Path, help="output folder, without shards yet")
+    add("--field", default="text", help="field of a row that holds the text")
+    add("--skip-bad", action="store_true", help="leave out rows without a text, and count them")
+    add("--val-fraction", type=float, default=0.05, help="approximate share of val (default 0.05)")
+    add("--copy-rows", type=float, metavar="SHARE", help="share of copy rows in train, such as 0.5")
+    add("--row-tokens", type=int, default=256, help="tokens in a row, with --copy-rows (default 256)")
     args = parser.parse_args(argv)
     prepare(
         args.inputs,

@@ -273,8 +273,7 @@ def validation_gaps(config: Config, tokens_by_length: dict[int, int], last: bool
     """Return the copy gaps of a validation. tokens_by_length: its plan (validation_plan)."""
     if config.val_profile == "light" and not last:
         return [gap for gap in config.val_copy_gaps if gap <= LIGHT_GAPS * config.train_length]
-    all_lengths = len(tokens_by_length) == len(config.val_lengths)
-    return list(config.val_copy_gaps) if all_lengths else []
+    return list(config.val_copy_gaps) if {*tokens_by_length} == {*config.val_lengths} else []
 
 
 def means_by_octave(mean: Tensor) -> list[float]:

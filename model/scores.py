@@ -20,7 +20,7 @@ MAX_PAIRS = 2**16  # random pairs of a query and a key, for the moments of a hea
 
 def iterate_layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple]:
     """Yield each layer's method, plan, input x (B, T, C), and q, k (B, H, T, D) before rotation, at least float32."""
-    x = model.embed(tokens)
+    plan, x = plan.for_tokens(tokens), model.embed(tokens)
     for number, block in enumerate(model.blocks):
         layer_plan = plan.for_layer(number)
         layer_input = norm(x)
@@ -103,7 +103,7 @@ def attention_by_layer(model: GPT, tokens: Tensor, plan: Plan) -> dict:
 def calibrate(model: GPT, tokens: Tensor):
     """Set the calibrated parameters of all methods, such as learned moments, to the values on tokens (B, T).
 
-    Each layer is measured after the layers before it have been calibrated.
+    Each layer is measured after the layers before it have been calibrated, without a document mask.
     """
     pairs = score_pairs(*tokens.shape, MAX_PAIRS, seed=0)
     for method, plan, x, q, k in iterate_layers(model, tokens, model.plan(tokens.shape[1], backend="blocks")):

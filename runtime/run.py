@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.config import Config, batch_order, describe_differences
-from errors import UserError
+from errors import UserError, require
 from files import replace_text
 from model.attention.plan import Plan
 from model.gpt import GPT
@@ -346,6 +346,7 @@ class Run:
         if checkpoint is None:
             raise UserError(f"--init_from {folder} has no checkpoint. Name the folder of a trained run.")
         state = load_checkpoint(checkpoint)
+        require("progress" in state, f"{checkpoint} is not of a run of train_gpt.py. Name the folder of such a run.")
         for field in ("vocab_size", "num_layers", "num_heads", "model_dim"):
             value = state["config"][field]
             if getattr(self.config, field) != value:
@@ -359,10 +360,13 @@ class Run:
             if ".method." in name and name in weights and weights[name].shape != parameter.shape:
                 del weights[name]
         missing, _ = self.model.load_state_dict(weights, strict=False)
+        lost = [name for name in missing if ".method." not in name]
+        require(not lost, f"{checkpoint} lacks {lost[:1]}. Name the folder of a run of train_gpt.py.")
 
         # 3. Calibrate what is missing, on the tokens after the last one.
         source = Progress.stored(state["progress"])
-        first_token = source.first_token + source.step * state["config"]["batch_tokens"]
+        read = state["config"]["steps"] if state["config"].get("data_seed") else source.step  # in another order
+        first_token = source.first_token + read * state["config"]["batch_tokens"]
         if calibrated_parameters(self.model) & set(missing):
             tokens = calibration_tokens(self.config, self.text.train, first_token)
             calibrate(self.model, tokens.to(self.world.device))

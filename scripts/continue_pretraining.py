@@ -23,6 +23,7 @@ from files import naming
 from measure.flops import training_flops_per_token
 from measure.validation import Validation
 from model.attention.plan import Plan
+from model.methods.names import canonical_name
 from model.scores import MAX_PAIRS, calibrated_parameters
 from optim.schedule import lr_factor
 from optim.sharded import Group, Optimizers
@@ -79,8 +80,8 @@ def main():
     with exit_on_user_error():
         config = read_settings(sys.argv[1:])
         world = start_processes(config.device, config.timeout)
-        text = open_text(config, world)
         check_tokenizer(config)
+        text = open_text(config, world)
         torch.manual_seed(config.seed)  # seeds the stochastic rounding
         model = build_model(config, world)
         if calibrated_parameters(model):
@@ -129,10 +130,10 @@ def read_settings(arguments: list[str]) -> Settings:
     require(arguments, "the model is missing. Use: python -m scripts.continue_pretraining MODEL --field value ...")
     name, *rest = arguments if arguments[0] not in ("-h", "--help") else ["MODEL", "--help"]
     fields = read_fields(rest, DEFAULTS, USED, description=__doc__)
-    method = fields.get("method", DEFAULTS.method)
+    method = fields["method"] = canonical_name(fields.get("method", DEFAULTS.method))
     steps = fields.setdefault("steps", 0 if method in NOT_TRAINED else DEFAULTS.steps)
     fields["val_every"] = fields.get("val_every") or max(1, steps)
-    fields.setdefault("name", f"{Path(name).name}-{method}")
+    fields.setdefault("name", f"{Path(name).name}-{method.replace(',', '.')}")
     config = read_config(name)
     problem = f"{name} has {config.vocab_size} tokens in its vocabulary, but shards store 16-bit tokens"
     require(config.vocab_size <= 2**16, f"{problem}. Use another model.")

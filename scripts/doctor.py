@@ -144,9 +144,7 @@ def check_step(config: Config, device: torch.device) -> Iterator[Finding]:
     yield Finding("step", f"{code}: {small.batch_tokens:,} tokens in {seconds:.3f} s, {speed}{memory}")
     yield Finding("run", f"{describe_run(config, tokens_per_second)} on one {device_name(device)}")
     if trainer.model.compile_note == "on":
-        lengths = len({*config.train_lengths})
-        compiling = lengths * max(0.0, first_steps - WARM_UP_STEPS * seconds)
-        yield Finding("compile", f"{lengths} training lengths, {compiling / 60:.1f} minutes more")
+        yield Finding("compile", f"{first_steps - WARM_UP_STEPS * seconds:.0f} s more for each training length")
 
 
 def describe_run(config: Config, tokens_per_second: float) -> str:

@@ -23,6 +23,7 @@ from errors import exit_on_user_error
 from files import replace_text, to_json
 from measure.copy_gain import KINDS, recovery
 from measure.validation import Validation
+from model.methods.names import canonical_name
 from runtime.checkpoint import latest_checkpoint
 from runtime.metrics import read_record
 from runtime.processes import World, start_processes
@@ -77,7 +78,7 @@ def evaluate(
         val_tokens=tokens,
         val_copy_gaps=tuple(gaps),
         val_far_windows=windows,
-        validate_as=tuple(dict.fromkeys((*config.validate_as, *methods))),
+        validate_as=tuple(dict.fromkeys((*config.validate_as, *map(canonical_name, methods)))),
     )
     validation = Validation(config, model, stream, world, riffles=riffles)
     result = {
@@ -92,7 +93,8 @@ def evaluate(
     result |= validation.copy_gains(gaps) if gaps else {}
     result |= validation.far_gains() if windows else {}
     result |= validation.riffle_gains(len(stream)) if riffles else {}
-    store(folder / ("evaluation.json" if same_text else f"evaluation_{result['text']}.json"), result)
+    if world.is_main:
+        store(folder / ("evaluation.json" if same_text else f"evaluation_{result['text']}.json"), result)
     return result
 
 
@@ -186,6 +188,8 @@ def main():
             rows.append(result | {"name": f"{folder.name} as {method}", "val_loss": losses})
 
     # 3. The tables.
+    if not world.is_main:
+        return
     print(loss_table(rows))
     print_own_documents(results)
     if args.copy:

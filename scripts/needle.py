@@ -165,10 +165,7 @@ def add_scores(summary: dict, config: Config, model: GPT, tasks: dict, folder: R
             key = str(length)
             if key in shares.get("greedy", {}):
                 continue
-            if method and length <= config.train_length:  # these methods have equal rotations up to train_length
-                scores = {kind: summary[kind][key] for kind in KINDS}
-            else:
-                scores = measure_accuracy(config, model, task, summary["examples"], method)
+            scores = measure_accuracy(config, model, task, summary["examples"], method)
             for kind in KINDS:
                 shares.setdefault(kind, {})[key] = scores[kind]
             folder.write_json("summary.json", summary)

@@ -15,6 +15,7 @@ from data.shards import open_split
 from measure.documents import own_context
 from measure.riffle import CHUNKS, long_documents
 from model.methods import METHODS
+from model.scores import attention_by_layer
 from scripts import evaluate
 from scripts.shared.runs import load_run, read_run
 from train_gpt import main as train
@@ -106,6 +107,16 @@ def test_within_documents_a_model_computes_each_document_alone(name):
         alone.append(torch.cat(parts, dim=1))
     assert_near(losses, torch.cat(alone), 1e-5)
     assert (losses - model(tokens, targets, per_token=True)).abs().max() > 1e-3 or name == "identity"
+
+
+def test_entropies_within_documents_are_the_means_of_the_documents_alone():
+    model, tokens = make_random_gpt("scale_invariant_p_rope"), several_documents()[0][1:]
+    found = attention_by_layer(model, tokens, model.plan(150, document_token=0))
+    total = 0
+    for part in tokens.tensor_split((tokens[0, 1:] == 0).nonzero().flatten() + 1, dim=1):
+        alone = attention_by_layer(model, part, model.plan(part.shape[1]))
+        total += part.shape[1] * alone["attention_entropy"]["1"]
+    assert found["attention_entropy"]["1"] == pytest.approx(total / 150, abs=1e-5)
 
 
 @parametrize("name", ["rope", "logn_p_rope", "scale_invariant_p_rope"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from commands import fails, read_json, succeeds, unchanged, update_json
 from pytest import approx
 from test_train import make_data, newest_state, train_here, validation_losses, write_shards
@@ -53,6 +54,11 @@ def test_losses_equal_the_summary_wherever_the_text_is(data, copied, tmp_path):
     call(copied, "--data", shutil.copytree(data, tmp_path / "moved"))
     assert others(copied) == []
     assert stored(copied)["val_loss"] == approx(losses, abs=1e-5)
+
+
+def test_rank_0_alone_writes(copied):
+    with unchanged(copied):
+        evaluate.evaluate(copied, evaluate.World(1, 1, torch.device("cpu")))
 
 
 def test_other_methods_have_rows_and_the_losses_of_validate_as(data, tmp_path, capsys, refused):

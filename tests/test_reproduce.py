@@ -338,6 +338,8 @@ def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
         again=dict(loss=2.4),  # another seed
         form=dict(loss=2.1, method_options={"form": "barbero"}),
         text=dict(loss=2.2, validation="other"),
+        trial=dict(loss=6.0, steps=10),
+        trained=dict(loss=1.8, method="rope"),
     )
     for name, run in runs.items():
         losses = {"4096": run["loss"], "16384": 7.0, "65536": 8.5}
@@ -349,6 +351,8 @@ def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
     assert found["RoPE", "4096 (1x)"] == "1.900 \u00b1 n/a" and found["RoPE", "paper 16k (4x)"] == "7.036"
     assert found["Scale-invariant p-RoPE", "4096 (1x)"] == "2.300 \u00b1 0.100"
     assert found["Scale-invariant p-RoPE, fastest pairs", "4096 (1x)"] == "2.100 \u00b1 n/a"
+    assert found["Scale-invariant p-RoPE, steps 10", "4096 (1x)"] == "6.000 \u00b1 n/a"
+    assert found["RoPE, steps 95", "4096 (1x)"] == "1.800 \u00b1 n/a"
     assert found["YaRN", "4096 (1x)"] == "" and found["YaRN", "paper 64k (16x)"] == "8.763"
     assert code == 1 and re.search("- missing.*`text`", output.out)
 

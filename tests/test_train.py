@@ -391,6 +391,19 @@ def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(d
     assert_resumes(data, tmp_path / "resumed", folder, more)
 
 
+def test_training_within_documents_takes_their_first_token_from_the_validation_text(data, finished, tmp_path):
+    """The training text may begin with a copy row."""
+    more = f"--init_from {finished} --document_mask train --steps 1 --cooldown_steps 0 --val_every 0"
+    record = steps_and_validations(train_here(data, tmp_path, more))[0][0]
+    train, validation = (open_split(data, split, 64) for split in ("train", "val"))
+    assert train.document_token != validation.document_token
+    rows = torch.from_numpy(sequences(train.read(20 * 128, 129, 64), 16).astype("int64"))
+    model = trained_model(finished, data)
+    plan = model.plan(16, document_token=validation.document_token)
+    expected = model(rows[:, :-1], rows[:, 1:], plan=plan).item()
+    assert record["train_loss"] == approx(expected, abs=1e-5)
+
+
 @slow
 def test_a_run_may_start_from_a_method_whose_parameters_have_the_same_names(data, tmp_path):
     short = "--steps 1 --cooldown_steps 0"
@@ -416,6 +429,14 @@ def test_weights_of_another_shape_or_tokenizer_are_refused(data, copied, tmp_pat
         argv = arguments(data, tmp_path / "new", f"--init_from {copied} {more}")
         assert "step_000021.pt" in fails(capsys, named, train_gpt.main, *argv)
         assert not (tmp_path / "new/run").exists()
+
+
+@parametrize("part, name", [(None, "progress"), ("model", "embedding.weight")])
+def test_checkpoints_of_other_commands_are_refused(data, copied, tmp_path, capsys, part, name):
+    state = newest_state(copied)
+    del (state[part] if part else state)[name]
+    save_checkpoint(copied / "checkpoints", 21, state)
+    fails(capsys, "step_000021.pt", train_gpt.main, *arguments(data, tmp_path / "new", f"--init_from {copied}"))
 
 
 @table("more, named", """

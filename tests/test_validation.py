@@ -45,6 +45,8 @@ def test_light_validates_short_lengths_and_gaps_on_a_sixteenth():
     assert plans(config) == dict.fromkeys(range(0, 4578, 125), light) | {4578: ALL}
     assert validation_gaps(config, light, last=False) == [256, 1024]  # at most twice the training length
     assert validation_gaps(config, ALL, last=True) == [256, 1024, 1025]
+    twice = dataclasses.replace(config, val_lengths=2 * config.val_lengths)
+    assert validation_gaps(twice, ALL, last=True) == [256, 1024, 1025]
 
 
 @parametrize("lengths, tokens, part", [

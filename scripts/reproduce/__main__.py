@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from configs.sweeps import SCALES
-from errors import exit_on_user_error, require
+from errors import exit_on_user_error
 from files import replace_text
 from model.methods.names import canonical_name
 from runtime.device import device_name
@@ -70,8 +70,6 @@ def main():
     # 2. The runs.
     sources, runs_dir = [Path("runs"), args.out / "runs.jsonl"], Path("runs")
     if args.runs_dir:
-        found = args.runs_dir.suffix != ".jsonl" or args.runs_dir.exists()
-        require(found, f"{args.runs_dir} does not exist. Name a folder of runs or a runs.jsonl.")
         sources = [args.runs_dir]
         runs_dir = runs_dir if args.runs_dir.suffix == ".jsonl" else args.runs_dir
     stored_runs = [stored for source in sources for stored in read_runs(source)]

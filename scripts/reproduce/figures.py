@@ -43,7 +43,6 @@ def curve_figure(study: Study) -> str:
     # 1. What the paper shows in this figure.
     at_train_length = study.item == "figure_train_lengths"  # show models only at their training length
     zoom = study.item == "figure_train_4k"
-    marked = study.item != "figure_304m"  # the paper marks the loss of 3.28, of its smaller model
     nope_panels = NOPE_PANELS.get(study.item, 3)
 
     # 2. The panels.
@@ -58,7 +57,7 @@ def curve_figure(study: Study) -> str:
             if at_n and (row["series"] != "nope" or number < nope_panels):
                 shown.append(row)
         lines = curve_lines(shown, looks)
-        if shown and marked and study.scale == "paper":
+        if shown and study.scale == "paper" and study.item != "figure_304m":  # the paper marks its smaller model's 3.28
             lines.append(
                 Line({"color": "0.6", "linestyle": "--"}, [0, max(row["step"] for row in shown)], [3.28, 3.28])
             )
@@ -73,9 +72,6 @@ def curve_figure(study: Study) -> str:
     notes = {
         "Bottom row: the last fifth of training, for the better half of the methods.": zoom,
         f"NoPE is {place}, as in the paper.": nope_panels < 3,
-        "The paper's dashed line at 3.28 is left out, because it belongs to the paper's scale.": (
-            marked and study.scale != "paper"
-        ),
         "Bands: \u00b1 1 standard error over seeds." if several else "No bands: there is one seed.": True,
         "Open circles: validation on part of the tokens (`--val_profile fast`).": (
             len({row["val_tokens"] for row in rows}) > 1

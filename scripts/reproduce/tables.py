@@ -69,6 +69,7 @@ def table_llama(study: Study) -> str:
     common = collections.Counter(compared.values()).most_common(1)[0][0] if rows else (PAPER_MODEL, 4096)
     model, study.base_length, *_ = common
     losses, token_counts = collections.defaultdict(list), set()
+    most = max((row["steps"] for row in rows.values()), default=0)
     for name, row in rows.items():
         if compared[name] != common:
             study.missing.append((name, f"left out: it has {compared[name]}, most runs have {common}"))
@@ -76,8 +77,8 @@ def table_llama(study: Study) -> str:
         options = dict(row["method_options"])
         if row["steps"]:
             token_counts.add(f"{row['tokens']:,}")
-        elif row["method"] not in NOT_TRAINED:
-            options["steps"] = 0
+        if row["steps"] != (0 if row["method"] in NOT_TRAINED else most):
+            options["steps"] = row["steps"]
         series = " ".join([row["method"], *(f"{key}={value}" for key, value in options.items())])
         for length, loss in row["val_loss"].items():
             losses[series, int(length)].append(loss)

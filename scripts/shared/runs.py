@@ -213,7 +213,10 @@ def data_fingerprint(config: Config) -> str | None:
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Module]:
-    """Return the configuration of a run of train_gpt.py, and its model with the weights of the latest checkpoint."""
+    """Return the configuration of a run of train_gpt.py, and its model with the weights of the latest checkpoint.
+
+    The backend of attention becomes `auto`, because the machine may be another one.
+    """
     config = stored_config(folder)
     continued = "model" in parse_object(read_bytes(folder / "config.json"), folder.name)
     require(not continued, f"{folder} has a Hugging Face model. Load {folder}/model as in docs/huggingface.md.")
@@ -221,7 +224,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[Config, torch.nn.Modul
     require(checkpoint, f"{folder} has no checkpoint. Train the run first.")
     model = GPT(config, compute_dtype(config, device)).to(device)
     load_weights(model, load_checkpoint(checkpoint)["model"], checkpoint)
-    return config, model
+    return dataclasses.replace(config, attention_backend="auto"), model
 
 
 def open_validation_text(run: StoredRun) -> TokenStream:
