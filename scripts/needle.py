@@ -43,7 +43,7 @@ from runtime.metrics import Metrics, read_record
 from runtime.processes import World, start_processes
 from runtime.run_folder import RunFolder
 from scripts.shared.arguments import Parser
-from scripts.shared.runs import load_run, read_run, tokenizer_of_run
+from scripts.shared.runs import check_tokenizer, load_run, read_run, tokenizer_of_run
 
 SAVE_EVERY = 50  # steps
 KINDS = ("greedy", "teacher_forcing", "by_distance")  # kinds of scores, keys of summary.json
@@ -75,10 +75,13 @@ def run(path: Path, needle: Needle, lengths: list[int] | None, device: torch.dev
     config, model = load_run(path, device)
     config = dataclasses.replace(config, compile=compile)
     compiled = compile_model(model, config, World(0, 1, device))
-    tokenizer = tokenizer_of_run(read_run(path))
+    stored_run = read_run(path)
+    tokenizer = tokenizer_of_run(stored_run)
     read, folder = Haystack.from_shards, Path(config.data_dir)
     if needle.haystack == "c4":
         read, folder = Haystack.from_c4, C4
+    else:
+        check_tokenizer(stored_run, folder)
     train_text, val_text = (read(folder, split, tokenizer) for split in ("train", "val"))
     tuning_lengths = (needle.curriculum or config.train_length, config.train_length)  # one for each half of the steps
     tuning_tasks = [NeedleTask(tokenizer, train_text, length, seed=config.seed) for length in tuning_lengths]

@@ -118,10 +118,11 @@ def test_a_curriculum_begins_with_shorter_prompts(tune, refused, monkeypatch):
 def test_accuracy_is_by_needle_and_by_distance(load, monkeypatch):
     """A decoder copies the prompt's needles, but for the second number of every example: 2 of 3 are right."""
     config, model, task = load("val", seed=1)
+    other = model.blocks[0].attention.method
     examples = {tuple(e.tokens[: e.response_start]): e for e in map(task.example, range(7))}
 
     def decode(model, prompts, max_new_tokens, *, target_length, stop, method):
-        assert target_length == 240 and stop == task.tokenizer.eot
+        assert target_length == 240 and stop == task.tokenizer.eot and method is other
         rows = []
         for prompt in prompts.tolist():
             first, _, third = examples[tuple(prompt)].response.split(";")
@@ -130,7 +131,7 @@ def test_accuracy_is_by_needle_and_by_distance(load, monkeypatch):
         return torch.tensor([row[: min(map(len, rows))] for row in rows])
 
     monkeypatch.setattr(needle, "greedy_decode", decode)
-    found = needle.measure_accuracy(config, model, task, 7)
+    found = needle.measure_accuracy(config, model, task, 7, other)
     assert found["greedy"] == pytest.approx(2 / 3) and found["teacher_forcing"] == 0.0  # the model itself knows nothing
     right, all_ = Counter(), Counter()
     for example in examples.values():
@@ -153,12 +154,13 @@ def test_teacher_forcing_and_greedy_agree_when_the_model_is_right(load):
     assert found["greedy"] == found["teacher_forcing"] == 1.0
 
 
-def test_weights_run_as_another_method_are_scored(run, tune, monkeypatch):
-    """The other method is the run's own here, so the scores are the same."""
-    _, model = load_run(run, torch.device("cpu"))
-    monkeypatch.setattr(needle, "alternative_methods", lambda config: {"again": model.blocks[0].attention.method})
-    summary = tune()
-    assert summary["as"]["again"] == {kind: summary[kind] for kind in needle.KINDS}
+def test_weights_run_as_another_method_are_scored(tune, monkeypatch):
+    def measure(config, model, task, examples, method):
+        return dict.fromkeys(needle.KINDS, method or 0.0)
+
+    monkeypatch.setattr(needle, "alternative_methods", lambda config: {"other": 0.5})
+    monkeypatch.setattr(needle, "measure_accuracy", measure)
+    assert tune()["as"]["other"] == dict.fromkeys(needle.KINDS, {"240": 0.5, "480": 0.5})
 
 
 def test_run_again_does_nothing_but_the_lengths_that_are_new(run, tune, monkeypatch):

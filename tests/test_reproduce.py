@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from commands import ROOT, exit_code, slow, table, update_json, write_files
 
-from configs.sweeps import SCALES
+from configs.sweeps import SCALES, SI
 from results import reach
 from scripts.reproduce import __main__ as command
 from scripts.reproduce import figures, needles
@@ -355,6 +355,17 @@ def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
     assert found["RoPE, steps 95", "4096 (1x)"] == "1.800 \u00b1 n/a"
     assert found["YaRN", "4096 (1x)"] == "" and found["YaRN", "paper 64k (16x)"] == "8.763"
     assert code == 1 and re.search("- missing.*`text`", output.out)
+
+
+def test_sizes_shows_leads_within_seeds_on_one_text(tmp_path, call):
+    for run in sweep("sizes", "far", seeds=[0]):
+        width = run.config.model_dim
+        lead = width / 640 if run.config.method == SI else 0.0
+        losses = {512: 3.0, 2048: 3.0, 8192: 3.0 - lead}
+        write_run(tmp_path / "runs", run, losses, steps=(0, 3072), parameters=1000 * width)
+    code, output = call("sizes --seeds 0")
+    assert code == 0
+    assert [row[1:4] for row in rows_of(output.out)[1:]] == [["-0.100", "-0.300", "-0.400"]] * 2
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

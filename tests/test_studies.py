@@ -16,7 +16,7 @@ from configs.config import config_hash
 from configs.sweeps import SI
 from model.methods.names import canonical_name
 from results.far.study import time_to_copy
-from results.growth.study import RIVAL, leads_by_size, slope
+from results.growth.study import slope
 from results.mini.study import RIVALS
 from results.pages import open_study
 from results.paired import PairedTests
@@ -353,12 +353,3 @@ def test_the_slope_of_the_lead_is_that_of_a_line_with_student_s_interval():
     found = re.findall(r"[+-][\d.]+", slope([*zip(parameters, range(4), leads)]))
     expected = [fitted, fitted - half, fitted + half]
     assert [*map(float, found)] == pytest.approx(expected, abs=5.1e-4)
-
-
-def test_leads_are_differences_within_seeds():
-    losses, kept = {}, [run for run in read_runs(ROOT / "results/far/runs.jsonl") if run.config.seed in (0, 3)]
-    for run in kept:
-        losses[series_label(run.config), run.config.seed] = run.line["val_loss"]["8192"]
-    found = leads_by_size(kept, 8192)
-    for form in (FAST, SI):
-        assert found[form] == [(1_048_576, 0, losses[form, 0] - losses[RIVAL, 0])]

@@ -95,9 +95,10 @@ def longer(study: Study) -> str:
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def runs_of_width_128(seeds: set[int]) -> list[StoredRun]:
-    """Return the kept runs of the study `far` with the forms and seeds of this study."""
-    kept = [stored for stored in read_runs(FAR_RUNS) if stored.config.seed in seeds]
+def runs_of_width_128(others: list[StoredRun]) -> list[StoredRun]:
+    """Return the kept runs of the study `far` with the forms of this study, and with seeds and text of other runs."""
+    places = {(stored.config.seed, stored.text) for stored in others}
+    kept = [stored for stored in read_runs(FAR_RUNS) if (stored.config.seed, stored.text) in places]
     return [stored for stored in kept if series_label(stored.config) in (*FORMS, RIVAL)]
 
 
@@ -111,7 +112,7 @@ def leads_by_size(runs: list[StoredRun], length: int) -> dict[str, list[tuple[in
         form, seed = series_label(stored.config), stored.config.seed
         rival = rivals.get((stored.config.model_dim, seed))
         if form in FORMS and rival is not None:
-            found[form].append((stored.line["parameters"], seed, final_losses(stored.summary)[length] - rival))
+            found[form].append((stored.summary["parameters"], seed, final_losses(stored.summary)[length] - rival))
     return found
 
 
@@ -125,8 +126,8 @@ def slope(points: list[tuple[int, int, float]]) -> str:
 
 def sizes(study: Study) -> str:
     """Return the table of the leads as Markdown, with a line through them, and draw them."""
-    length, seeds = 16 * study.base_length, {run.config.seed for run, _ in study.finished}
-    found = leads_by_size([stored for _, stored in study.finished] + runs_of_width_128(seeds), length)
+    length, runs = 16 * study.base_length, [stored for _, stored in study.finished]
+    found = leads_by_size(runs + runs_of_width_128(runs), length)
     places = sorted({(parameters, seed) for points in found.values() for parameters, seed, _ in points})
 
     rows = [["form", *(f"{parameters / 1e6:.2f} M, seed {seed}" for parameters, seed in places), "for each doubling"]]
@@ -142,8 +143,8 @@ def sizes(study: Study) -> str:
         return "\n\n".join([text, markdown_table(rows)])
     lines = []
     for form, look in plot_styles(FORMS).items():
-        parameters, _, lead = np.transpose(found[form])
-        lines.append(Line(look | dict(linestyle=""), parameters / 1e6, lead))
+        xs = [parameters / 1e6 for parameters, _, _ in found[form]]
+        lines.append(Line(look | dict(linestyle=""), xs, [lead for _, _, lead in found[form]]))
     panel = Panel(f"loss at {length} tokens minus LogN's, each seed", lines)
     draw_panels(study.figure_path(), [[panel]], x="M parameters", y="nats a token")
     return "\n\n".join([text, study.figure_markdown(), markdown_table(rows)])

@@ -91,11 +91,10 @@ def gate(trainers: dict, steps: int) -> dict:
 def add_times(report: protocol.Report, trainers: dict, times: dict):
     """Report time, tokens a second, share of the peak FLOP/s, and memory."""
     baseline, first = next(iter(trainers.items()))
-    peak = peak_flops(first.world.device, first.dtype)
     rows = [["variant", "attention", "tokens/s", "step ms", "of peak", "GiB", f"time to {baseline}"]]
     for name, seconds in times.items():
         trainer, median = trainers.get(name, first), statistics.median(seconds)
-        rate = trainer.config.batch_tokens / median
+        rate, peak = trainer.config.batch_tokens / median, peak_flops(trainer.world.device, trainer.dtype)
         used = f"{rate * training_flops_per_token(trainer.config) / peak:.1%}" if peak else ""
         memory = f"{trainer.peak_bytes / 2**30:.2f}" if trainer.peak_bytes else ""
         ratio = protocol.ratio_cell(seconds, times[baseline])

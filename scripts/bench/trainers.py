@@ -33,7 +33,8 @@ class Trainer:
             for parameter in self.model.parameters():
                 if not parameter.any():
                     parameter.normal_(0, 0.02)
-        self.plan = self.model.plan(config.train_length, backend=config.attention_backend)
+        token = 0 if config.masks_documents("train") else None
+        self.plan = self.model.plan(config.train_length, backend=config.attention_backend, document_token=token)
         self.backends = ", ".join(dict.fromkeys(layer.backend.name for layer in self.plan.layers))
         self.compiled = compile_model(self.model, config, self.world)
         self.optimizers = build_optimizers(config, self.model, self.world)

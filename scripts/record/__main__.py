@@ -4,7 +4,6 @@
     python -m scripts.record run TRACK --file root.py [--method p_rope+root]       a new mechanism, from your file
     python -m scripts.record make FOLDER --method M        an entry of these runs, results/records/TRACK/DATE_NAME
     python -m scripts.record check FOLDER [--rerun SEED]   recomputes an entry from its runs, or trains a seed again
-    python -m scripts.record check FOLDER --text DATA --runs-dir RUNS    scores the run folders on another text
     python -m scripts.record table                         writes the board
 
 `run` and `make` train missing seeds. Runs of a file are in RUNS_DIR/FILE-HASH/. `check` executes method.py.
@@ -24,8 +23,6 @@ from data.shards import open_split
 from errors import UserError, did_you_mean, exit_on_user_error, require
 from files import replace_text, to_json
 from model.methods.names import canonical_name
-from runtime.processes import start_processes
-from scripts.evaluate import evaluate
 from scripts.keep import make_line, write_lines
 from scripts.record import tracks
 from scripts.reproduce.drawing import Line, Panel, draw_panels
@@ -62,8 +59,7 @@ def main(argv: list[str] | None = None):
     add("--seeds", nargs="+", type=int, default=tracks.SEEDS)
     add("--jobs", type=int, help="runs at a time (default: one a GPU; without GPUs, one a core)")
     add("--runs-dir", type=Path, default=Path("runs"), help="folder of the run folders (default: runs)")
-    add("--rerun", type=int, metavar="SEED")
-    add("--text", type=Path, metavar="DATA", help="data folder, made with the tokenizer of the track")
+    add("--rerun", type=int, choices=tracks.SEEDS, help="seed to train again")
     args, fields = parser.parse_known_args(argv)
     args.fields = read_fields(fields, fields=(*tracks.CHOSEN, *MACHINE))
     track = (args.target if args.command == "run" else args.target.parent).name
@@ -138,7 +134,7 @@ def make(args: argparse.Namespace, track: str):
 
 
 def check(args: argparse.Namespace, track: str):
-    """Refuse an entry whose numbers do not follow from its runs. Perhaps train a seed again, or score another text."""
+    """Refuse an entry whose numbers do not follow from its runs. Perhaps train a seed again."""
     folder = args.target
     try:
         entry = tracks.read_entry(folder)
@@ -152,23 +148,9 @@ def check(args: argparse.Namespace, track: str):
     if entry["mechanism"]:
         args.file = folder / "method.py"
         tracks.register(args.file, entry["mechanism"])  # another entry may have a mechanism of the same name
-    if args.text:
-        score_text(args, track, entry)
     if args.rerun is not None:
         train_again(args, track, entry)
     print(record_table(records))
-
-
-def score_text(args: argparse.Namespace, track: str, entry: dict):
-    """Print the scores on another text of the run folders that have the scores of the entry."""
-    for stored in read_runs(args.runs_dir):
-        config = stored.config
-        if not config or not stored.summary or tracks.differences(tracks.TRACKS[track], stored):
-            continue
-        if score_of(stored) == entry["scores"].get(str(config.seed)):
-            T, world = config.train_length, start_processes("auto")
-            result = evaluate(stored.path, world, lengths=[T, 16 * T], gaps=[4 * T], data=args.text)
-            print(f"{stored.path} on {args.text}: {tracks.read_score(result, T)}")
 
 
 def train_again(args: argparse.Namespace, track: str, entry: dict):
@@ -176,6 +158,7 @@ def train_again(args: argparse.Namespace, track: str, entry: dict):
     args.fields |= {field: entry[field] for field in tracks.CHOSEN}
     args.runs_dir /= f"rerun-{args.target.name}"
     (again,) = train_seeds(args, track, [args.rerun], entry["mechanism"])
+    require(again.text in entry["text"].split(), f"{again.path} was trained on another text than {args.target}.")
     kept, new = entry["scores"][str(args.rerun)], score_of(again)
     print("rerun minus entry: " + ", ".join(f"{key} {new[key] - kept[key]:+.5f}" for key in kept))
     spread = statistics.stdev(score["score"] for score in entry["scores"].values())
