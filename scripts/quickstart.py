@@ -75,7 +75,7 @@ def make_data(folder: Path) -> float:
         print("making shards: finding documents, training a tokenizer, encoding", flush=True)
         prepare_taught(folder)
     copy_rows = read_manifest(folder).get("copy_rows")
-    remedy = "Delete the folder, or name another --data_dir."
+    remedy = "Make the data with --copy-rows 0.5, or name another --data_dir."
     return check_object(copy_rows, f"{folder}: copy_rows", remedy, share=float)["share"]
 
 

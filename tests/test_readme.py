@@ -114,7 +114,7 @@ def test_its_example_of_a_method_trains(data, tmp_path):
     argv = arguments(data, "runs", "--steps 1 --cooldown_steps 0")
     python("train_gpt.py", *argv, *options, cwd=tmp_path, timeout=None, PYTHONPATH="")
     config = read_json(tmp_path / "runs/run/config.json")
-    assert (config["method"], config["method_options"]) == ("p_rope+root", {"slope": 2})
+    assert (config["method"], config["method_options"]) == ("p_rope+sqrt", {"slope": 2})
 
 
 def test_the_pages_name_every_table_and_only_presets_that_exist():

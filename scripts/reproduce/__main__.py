@@ -129,7 +129,7 @@ def make_item(study: Study, command: str) -> tuple:
 
 def sweep_command(command: str) -> str:
     """Return the command that trains the runs of an item."""
-    return re.sub(r" --out[= ]\S+", "", command).replace("scripts.reproduce", "scripts.sweep", 1)
+    return re.sub(r" --out[= ]\S+| --runs-dir[= ]\S+\.jsonl", "", command).replace("scripts.reproduce", "scripts.sweep", 1)
 
 
 def read_sections(page: Path) -> dict:
