@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import signal
 import sys
 import time
@@ -29,7 +30,7 @@ def did_you_mean(name: str, valid: Collection[str], otherwise: str = "") -> str:
 
 @contextmanager
 def exit_on_user_error():
-    """End the program with one line: exit code 2 for ValueError and OSError, 130 for Ctrl-C."""
+    """End the program with one line: exit code 2 for ValueError, OSError and a lack of memory, 130 for Ctrl-C."""
     try:
         yield
         sys.stdout.flush()
@@ -42,6 +43,12 @@ def exit_on_user_error():
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = "" if isinstance(error, (UserError, OSError)) else f" ({last.filename}, line {last.lineno})"
         print(f"error: {' '.join(str(error).splitlines())}{place}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError
+        reason = str(error)[:200] or "MemoryError"
+        if not re.search("out of memory|allocate memory|MemoryError", reason):
+            raise
+        print(f"error: {' '.join(reason.split())}. Use shorter or fewer sequences.", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -238,6 +238,12 @@ def test_an_error_of_several_lines_is_printed_as_one(capsys):
     assert capsys.readouterr().err == "error: two lines\n"
 
 
+def test_too_little_memory_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        torch.empty(2**46)  # beyond the addresses of a process
+    assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
 def test_help_lists_every_field_and_without_a_preset_the_presets(capsys):
     assert exit_code(train_gpt.main, ["quickstart", "--help"]) == exit_code(train_gpt.main, ["--help"]) == 0
     output = " ".join(capsys.readouterr().out.split())

@@ -129,7 +129,8 @@ def make_item(study: Study, command: str) -> tuple:
 
 def sweep_command(command: str) -> str:
     """Return the command that trains the runs of an item."""
-    return re.sub(r" --out[= ]\S+| --runs-dir[= ]\S+\.jsonl", "", command).replace("scripts.reproduce", "scripts.sweep", 1)
+    command = re.sub(r" --out[= ]\S+| --runs-dir[= ]\S+\.jsonl", "", command)
+    return command.replace("scripts.reproduce", "scripts.sweep", 1)
 
 
 def read_sections(page: Path) -> dict:
