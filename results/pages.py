@@ -30,6 +30,9 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     p PLACE TITLE MEASURE SERIES     p-value after Holm's correction, of a section of PLACE/tables.md; its format is "p"
     p PLACE all TITLE ...            the same after one correction over all tests of the study
     paper TABLE LENGTH SERIES        a number of the paper
+    extended OCTAVE MODEL METHOD     loss of SmolLM2 at these positions, mean over texts (smollm2/extended.jsonl)
+    extended copy GAP MODEL METHOD   its copy gain at this distance
+    continued LENGTH MODEL           its validation loss after training (smollm2/continued.jsonl)
 
 PLACE is a preset, a key of CHANGES, or NAMED. SERIES is a label of scripts.shared.looks.series_label, with the words of
 SHORT, and perhaps "masked" (document_mask) and "order=1" (data_seed). In NAMED, it is the run's name without its seed.
@@ -37,6 +40,7 @@ LENGTH and GAP are in tokens.
 """
 
 import collections
+import json
 import re
 from pathlib import Path
 
@@ -73,6 +77,15 @@ def all_numbers() -> dict:
     for table in ("table_losses", "table_needle", "table_infini"):
         for (series, length), target in paper_targets(table).items():
             numbers[f"paper {table} {length} {series}"] = {0: target["mean"]}
+    for line in map(json.loads, (RESULTS / "smollm2/extended.jsonl").read_text().splitlines()):
+        form = f"{line['model']} {line['method']}"
+        for octave, loss in line["text_loss"].items():
+            numbers[f"extended {octave} {form}"][line["text"]] = loss
+        for gap, gain in line["copy_gain"].items():
+            numbers[f"extended copy {gap} {form}"][line["text"]] = gain
+    for line in map(json.loads, (RESULTS / "smollm2/continued.jsonl").read_text().splitlines()):
+        for length, loss in line["after"]["val_loss"].items() if "name" in line else ():
+            numbers[f"continued {length} {line['name']}"] = {0: loss}
     return numbers | {name: {0: p} for name, p in p_values().items()}
 
 
