@@ -28,6 +28,11 @@ def did_you_mean(name: str, valid: Collection[str], otherwise: str = "") -> str:
     return otherwise or (f"Use one of {', '.join(sorted(valid))}." if valid else "There are none.")
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Return True if Python or PyTorch raised the error for a lack of memory. PyTorch's is a RuntimeError."""
+    return isinstance(error, MemoryError) or bool(re.search("out of memory|can't allocate memory", str(error)))
+
+
 @contextmanager
 def exit_on_user_error():
     """End the program with one line: exit code 2 for ValueError, OSError and a lack of memory, 130 for Ctrl-C."""
@@ -44,11 +49,10 @@ def exit_on_user_error():
         place = "" if isinstance(error, (UserError, OSError)) else f" ({last.filename}, line {last.lineno})"
         print(f"error: {' '.join(str(error).splitlines())}{place}", file=sys.stderr)
         sys.exit(2)
-    except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError
-        reason = str(error)[:200] or "MemoryError"
-        if not re.search("out of memory|allocate memory|MemoryError", reason):
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_memory(error):
             raise
-        print(f"error: {' '.join(reason.split())}. Use shorter or fewer sequences.", file=sys.stderr)
+        print(f"error: out of memory ({' '.join(str(error).split())[:300]}). Use fewer tokens.", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -40,7 +40,7 @@ def main():
         compiled = compile_model(model, config, world)  # shares the weights; `model` itself with --compile off
         optimizers = build_optimizers(config, model, world)
         # A plan holds what does not depend on weights: rotary tables, block masks, and a_t and m_t unless learned.
-        plans = plan_attention(config, model, world, text.validation)
+        plans = plan_attention(config, model, world, text)
         validation = Validation(config, model, text.validation, world)
         run = Run(config, world, model, optimizers, plans, text, training_flops_per_token(config))
 

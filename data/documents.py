@@ -25,7 +25,7 @@ SEPARATOR = re.compile(rf"^[^\S\n]*{re.escape(END_OF_TEXT)}[^\S\n]*$", re.MULTIL
 KIND = re.compile(r"(\.[^.]*)?(\.gz|\.zst)?$")
 IN_FOLDERS = re.compile(r"\.(txt|jsonl|ndjson|parquet|json(?=\.))(\.gz|\.zst)?")  # a bare .json is rarely text
 REPLACED = "not UTF-8, replaced"  # bytes, and lone surrogates in JSON
-LISTED = 8  # largest counts of one kind
+LISTED = 8  # of the largest counts of one kind
 CHARACTERS = 1000  # of a file for each replaced character, at least; with fewer, the file has another encoding
 
 
@@ -122,7 +122,9 @@ class DocumentReader:
     def report(self):
         """Print what was read, left out and changed. Raise ValueError for files in another encoding than UTF-8."""
         for name, counter in self.counts.items():
-            parts = [f"{count:,} {key or 'without suffix'}" for key, count in counter.most_common(LISTED)]
+            parts = [f"{count:,} {key or 'without suffix'}" for key, count in counter.most_common()]
+            if len(parts) > LISTED:
+                parts[LISTED:] = [f"and {len(parts) - LISTED} more"]
             if parts:
                 print(f"{name}: {', '.join(parts)}", flush=True)
         if self.not_utf8:

@@ -178,7 +178,7 @@ def compilations(config: Config) -> int:
     return 2 * lengths * len({*layer_pattern(config.method)})
 
 
-def plan_attention(config: Config, model: GPT, world: World, text: TokenStream) -> dict[int, Plan]:
+def plan_attention(config: Config, model: GPT, world: World, text: Text) -> dict[int, Plan]:
     """Return the plans of attention by training length, as GPT.plan returns them. All ranks call this.
 
     Raise UserError on all ranks if a rank cannot use any allowed backend, or if the ranks' backends differ.
@@ -188,7 +188,9 @@ def plan_attention(config: Config, model: GPT, world: World, text: TokenStream) 
 
     # 1. Plan on this rank.
     plans, problem = {}, None
-    token = text.document_token if config.masks_documents("train") else None
+    token = None
+    if config.masks_documents("train"):
+        token = text.validation.document_token  # the training text may begin with a copy row
     try:
         for length in config.train_lengths:
             plans[length] = model.plan(length, backend=config.attention_backend, document_token=token)

@@ -10,7 +10,7 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 
-from errors import UserError, require
+from errors import UserError, lacks_memory, require
 from model.attention.sdpa import prefer_fast_sdpa
 from runtime.device import choose_ptxas, fix_threads, keep_freed_memory
 
@@ -142,7 +142,7 @@ def describe_failure(error: BaseException) -> tuple | None:
     reason = " ".join(str(error).split())[:300]
     several = dist.is_initialized() and dist.get_world_size() > 1
     rank = f"rank {dist.get_rank()} on {platform.node()}: " if several else ""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in reason:
+    if lacks_memory(error):
         return 2, f"{rank}out of memory ({reason}). Lower --micro_batch_tokens."
     if several and isinstance(error, RuntimeError) and re.search(LOST_RANK, reason):
         return 1, f"{rank}another rank died or hangs ({reason}). Read the output of the other ranks."

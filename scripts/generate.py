@@ -39,7 +39,8 @@ def main(argv: list[str] | None = None):
     parser.add_device()
     args = parser.parse_args(argv)
     require(args.temperature >= 0, f"--temperature {args.temperature} is negative. Use 0 or more.")
-    args.prompt.encode()  # raises ValueError for bytes that are not UTF-8, which Python takes
+    is_unicode = args.prompt == args.prompt.encode(errors="replace").decode()  # Python takes any bytes
+    require(is_unicode, "the prompt is not UTF-8. Convert it with `iconv -f ENCODING -t UTF-8`.")
     require(args.top_k is None or args.top_k >= 1, f"--top-k {args.top_k} leaves no token. Use 1 or more.")
 
     # 2. The model and the prompt.

@@ -94,7 +94,7 @@ def test_wrong_values_are_refused_in_one_line(run, capsys, option, value):
 
 @parametrize("prompt", ["caf\udce9", "\ud83d"])
 def test_a_prompt_that_is_not_utf8_is_refused(run, capsys, prompt):
-    fails(capsys, "utf-8", generate.main, run, prompt, "--device", "cpu")
+    fails(capsys, "prompt", generate.main, run, prompt, "--device", "cpu")
 
 
 def test_the_tokenizer_is_the_one_of_the_run_in_its_folder_or_in_its_data(run, tmp_path):
