@@ -29,6 +29,7 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     seeds NAME [- NAME]              its number of seeds
     p PLACE TITLE MEASURE SERIES     p-value after Holm's correction, of a section of PLACE/tables.md; its format is "p"
     p PLACE all TITLE ...            the same after one correction over all tests of the study
+    test PLACE TITLE MEASURE SERIES  the mean difference of this test
     paper TABLE LENGTH SERIES        a number of the paper
     extended OCTAVE MODEL METHOD     loss of SmolLM2 at these positions, mean over texts (smollm2/extended.jsonl)
     extended copy GAP MODEL METHOD   its copy gain at this distance
@@ -86,7 +87,7 @@ def all_numbers() -> dict:
     for line in map(json.loads, (RESULTS / "smollm2/continued.jsonl").read_text().splitlines()):
         for length, loss in line["after"]["val_loss"].items() if "name" in line else ():
             numbers[f"continued {length} {line['name']}"] = {0: loss}
-    return numbers | {name: {0: p} for name, p in p_values().items()}
+    return numbers | {name: {0: number} for name, number in comparisons().items()}
 
 
 def numbers_of_run(file: Path, stored: StoredRun) -> dict:
@@ -125,8 +126,8 @@ def measures() -> dict:
     return found
 
 
-def p_values() -> dict:
-    """Return the p-values of the comparisons in tables.md, by name."""
+def comparisons() -> dict:
+    """Return the p-values and the differences of the comparisons in tables.md, by name."""
     found = {}
     for place in ("mini", "prose"):
         losses, lengths = read_losses(open_study("table_losses", "mini", place))
@@ -140,6 +141,7 @@ def p_values() -> dict:
                     measure = re.sub(r", (\d*).*", r" \1", row["measure"]).strip()  # loss 4096, time to copy
                     name = f"{paired.title.lower()} {measure} {row['rival']}"
                     found[f"p {home} {name}"] = row["p_holm"]
+                    found[f"test {home} {name}"] = row["difference"]
                     uncorrected[f"p {home} all {name}"] = row["p"]
         found |= zip(uncorrected, holm([*uncorrected.values()]))
     return found

