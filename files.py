@@ -51,7 +51,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]):
     sync(path.parent)  # callers may delete an older file next, so the new name must be on the disk
 
 
-def sync(path: Path) -> None:
+def sync(path: Path):
     """Flush a file's content, or a folder's file names, to the disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

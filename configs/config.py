@@ -259,14 +259,14 @@ def config_hash(config: Config) -> str:
 
     Fields at their default value are left out, so a new field does not change the hash of older runs.
     """
-    # 1. Collect the fields. A subclass may have more fields than Config.
+    # 1. Collect the fields. A subclass may have more fields than Config. 3 and 3.0 are the same number.
     defaults = vars(Config())
     changed = {}
     for name, value in vars(config).items():
         if name not in NOT_HASHED and value != defaults.get(name):
-            changed[name] = value
+            changed[name] = float(value) if type(defaults.get(name)) is float else value
 
-    # 2. Write the options' integers as floats, because 3 and 3.0 are the same number.
+    # 2. Write the options' integers as floats.
     if "method_options" in changed:
         options = changed["method_options"].items()
         changed["method_options"] = {name: float(value) if type(value) is int else value for name, value in options}

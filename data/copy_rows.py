@@ -28,7 +28,7 @@ def check_rows(share: float, row_lengths: RowLengths):
     require(shortest >= 2 * MIN_SEGMENT, f"--row-tokens {shortest}: too short. Use at least {2 * MIN_SEGMENT} tokens.")
 
 
-def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SEED) -> Iterator[np.ndarray]:
+def rows(text: np.ndarray, share: float, row_lengths: RowLengths) -> Iterator[np.ndarray]:
     """Yield the rows of the stream, uint16, until the natural rows hold as many tokens as the train text.
 
     text: (tokens,) uint16, the natural train text, which may be a memory map.
@@ -37,7 +37,7 @@ def rows(text: np.ndarray, share: float, row_lengths: RowLengths, seed: int = SE
     """
     longest = max(length for length, _ in row_lengths)
     require(len(text) >= longest, f"--row-tokens {longest}: the train text has {len(text)} tokens. Use more text.")
-    rng = np.random.Generator(np.random.PCG64(seed))
+    rng = np.random.Generator(np.random.PCG64(SEED))
     position = 0  # tokens in all rows so far
     natural_tokens = 0  # tokens in rows of natural text so far
     for length, end in row_lengths:

@@ -66,6 +66,7 @@ def download_fineweb(dataset: str, num_shards: int | None, out: Path) -> dict:
     manifest = read_manifest(out) or {"tokenizer": "gpt2", "vocab_size": GPT2_VOCAB, "source": repo, "files": {}}
     source = manifest.get("source")  # fineweb10B and fineweb100B have files of the same names and sizes
     require(source == repo, f"{out}: has data of {source or 'another source'}. Choose another --out.")
+    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if name in names}  # others are gone
     write_manifest(out, manifest)
 
     # 3. Fetch the files that are not there yet.
@@ -96,12 +97,12 @@ def fetch_shard(repo: str, name: str, out: Path) -> dict:
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None) -> None:
+def main():
     parser = argparse.ArgumentParser(prog="python -m data.download", description="Download FineWeb's GPT-2 tokens.")
     parser.add_argument("dataset", choices=FINEWEB_SHARDS)
     parser.add_argument("--shards", type=int, help="training shards of 100 M tokens, 200 MB (default: all)")
     parser.add_argument("--out", type=Path, help="output folder (default: data/DATASET)")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     out = args.out or Path("data") / args.dataset
     manifest = download_fineweb(args.dataset, args.shards, out)
     tokens = sum(entry["tokens"] for entry in manifest["files"].values())

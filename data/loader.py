@@ -45,12 +45,12 @@ def rank_sequences(batch_tokens: int, length: int, rank: int, world_size: int) -
     return range(first, first + share + (rank < remainder))
 
 
-def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, world_size: int, rank: int = 0) -> int:
+def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, world_size: int) -> int:
     """Return the sequences of a micro-batch: as few micro-batches as micro_batch_tokens allows, of nearly equal size.
 
     The last micro-batch of a rank may be smaller.
     """
-    share = rank_sequences(batch_tokens, length, rank, world_size)
+    share = rank_sequences(batch_tokens, length, 0, world_size)
     return balanced_size(len(share), micro_batch_tokens // length)
 
 
@@ -97,7 +97,7 @@ class TrainLoader:
         for _ in range(2):
             self._submit()
 
-    def _submit(self) -> None:
+    def _submit(self):
         self._pending.append(self._reader.submit(self._load, self._next_step))
         self._next_step += 1
 
@@ -125,7 +125,7 @@ class TrainLoader:
         batch = batch.to(self.device, non_blocking=True)
         return [micro_batch.unbind() for micro_batch in batch.split(size, dim=1)]
 
-    def close(self) -> None:
+    def close(self):
         """Drop the steps read ahead and end the thread."""
         self._reader.shutdown(cancel_futures=True)
 
@@ -133,7 +133,7 @@ class TrainLoader:
 # ---- validation ----
 
 
-def check_validation(stream: TokenStream, lengths: Sequence[int], val_tokens: int) -> None:
+def check_validation(stream: TokenStream, lengths: Sequence[int], val_tokens: int):
     """Raise ValueError unless the first `val_tokens` of the stream divide into sequences of each length."""
     unit = math.lcm(*lengths)
     largest = (len(stream) - 1) // unit * unit  # the last input needs a target

@@ -36,7 +36,7 @@ class ShardWriter:
         shutil.rmtree(self._temporary, ignore_errors=True)  # left by a killed process
         self._temporary.mkdir(parents=True)
 
-    def write(self, split: str, tokens: Sequence[int] | np.ndarray) -> None:
+    def write(self, split: str, tokens: Sequence[int] | np.ndarray):
         """Append tokens (one document, or any piece of the stream) to a split."""
         waiting = self._waiting[split]
         waiting += np.asarray(tokens).astype(TOKEN).tobytes()
@@ -61,10 +61,10 @@ class ShardWriter:
     def __enter__(self) -> "ShardWriter":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception):
         shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _write_shard(self, split: str, tokens: bytearray) -> None:
+    def _write_shard(self, split: str, tokens: bytearray):
         header = np.zeros(256, "<i4")
         header[:3] = MAGIC, VERSION, len(tokens) // TOKEN.itemsize
         path = self._temporary / f"{self.prefix}_{split}_{self._next_number[split]:06d}.bin"

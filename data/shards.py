@@ -117,7 +117,7 @@ def copy_tokenizer(file: Path, out: Path):
             replace_text(out / name, read_bytes(source).decode())
 
 
-def write_manifest(folder: Path, manifest: dict) -> None:
+def write_manifest(folder: Path, manifest: dict):
     replace_text(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
@@ -282,11 +282,11 @@ def _vocab_size(tokenizer: Path) -> int:
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None) -> None:
+def main():
     parser = argparse.ArgumentParser(prog="python -m data.shards", description="Check or describe token shards.")
     parser.add_argument("command", choices=["verify", "describe"])
     parser.add_argument("dir", type=Path)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     folder = args.dir
     if args.command == "describe":
         write_manifest(folder, describe(folder))

@@ -154,7 +154,7 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None) -> None:
+def main():
     parser = argparse.ArgumentParser(prog="python -m data.text", description="Tokenise text files into shards.")
     add = parser.add_argument
     add("inputs", nargs="+", type=Path, metavar="INPUT", help="files, or folders of files")
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--val-fraction", type=float, default=0.05, help="approximate share of val (default 0.05)")
     add("--copy-rows", type=float, metavar="SHARE", help="share of copy rows in train, such as 0.5")
     add("--row-tokens", type=int, default=256, help="tokens in a row, with --copy-rows (default 256)")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     prepare(
         args.inputs,
         args.out,

@@ -112,7 +112,7 @@ def pieces(text: str) -> Iterator[str]:
     return (match[0] for match in PIECE.finditer(text))
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path):
     """Train and save a byte-level BPE with end-of-text as token 0. Short texts give fewer than `vocab_size` tokens."""
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

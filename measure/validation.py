@@ -218,7 +218,7 @@ class Validation:
         return torch.from_numpy(inputs.astype("int64")), losses_of(inputs, targets)
 
 
-def check_text(config: Config, text: TokenStream) -> None:
+def check_text(config: Config, text: TokenStream):
     """Raise ValueError if the validation text is too short for the losses or the gains."""
     check_validation(text, config.val_lengths, config.val_tokens)
     check_gaps(text, config.val_copy_gaps)

@@ -29,7 +29,7 @@ def iterate_layers(model: GPT, tokens: Tensor, plan: Plan) -> Iterator[tuple]:
         x = block(x, layer_plan)
 
 
-def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple:
+def score_pairs(batch: int, length: int, max_pairs: int) -> tuple:
     """Return indices (b, i, j) of sequences, queries and keys: all pairs 1 <= j < i, or max_pairs random ones.
 
     The paper leaves out the beginning-of-sequence token, an outlier and attention sink, so key 0 is left out here.
@@ -38,7 +38,7 @@ def score_pairs(batch: int, length: int, max_pairs: int, seed: int) -> tuple:
     i, j = torch.tril_indices(length - 1, length - 1, offset=-1) + 1
     chosen = torch.arange(batch * len(i))
     if len(chosen) > max_pairs:
-        chosen = torch.randint(len(chosen), (max_pairs,), generator=torch.Generator().manual_seed(seed))
+        chosen = torch.randint(len(chosen), (max_pairs,), generator=torch.Generator().manual_seed(0))
     pair = chosen % len(i)
     return chosen // len(i), i[pair], j[pair]
 
@@ -51,7 +51,7 @@ def layer_scores(model: GPT, tokens: Tensor, max_pairs: int) -> Iterator[tuple]:
     Each layer comes first without rotation. If the method rotates, it comes a second time, rotated.
     """
     plan = model.plan(tokens.shape[1], backend="blocks")
-    pairs = score_pairs(*tokens.shape, max_pairs, seed=0)
+    pairs = score_pairs(*tokens.shape, max_pairs)
     for number, (method, layer_plan, _, q, k) in enumerate(iterate_layers(model, tokens, plan)):
         yield number, False, pair_scores(q, k, pairs, q.shape[-1] ** -0.5)
         if method.rotation is not None:
@@ -105,7 +105,7 @@ def calibrate(model: GPT, tokens: Tensor):
 
     Each layer is measured after the layers before it have been calibrated, without a document mask.
     """
-    pairs = score_pairs(*tokens.shape, MAX_PAIRS, seed=0)
+    pairs = score_pairs(*tokens.shape, MAX_PAIRS)
     for method, plan, x, q, k in iterate_layers(model, tokens, model.plan(tokens.shape[1], backend="blocks")):
         q, k = rotate_and_scale(method, q, k, x, plan)
         method.calibrate(pair_scores(q, k, pairs, q.shape[-1] ** -0.5))

@@ -52,11 +52,11 @@ def check_record(record, place: str, names: str = "", **fields) -> dict:
     return record
 
 
-def read_record(path: Path, names: str = "", **fields) -> dict | None:
+def read_record(path: Path, names: str = "") -> dict | None:
     """Return the record in a JSON file, checked by check_record, or None without a file."""
     if not path.exists():
         return None
-    return check_record(parse_object(read_bytes(path), str(path)), str(path), names, **fields)
+    return check_record(parse_object(read_bytes(path), str(path)), str(path), names)
 
 
 class Metrics:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from configs.config import Config, batch_order, describe_differences
 from errors import UserError, require
-from files import replace_text
+from files import parse_object, read_bytes, replace_text
 from model.attention.plan import Plan
 from model.gpt import GPT
 from model.scores import calibrate, calibrated_parameters
@@ -92,7 +92,7 @@ class Run:
         """Load the newest undamaged checkpoint, or the weights of --init_from, and start the log.
 
         Return the step to begin with. All ranks call this. Raise EndOfRun if the run is finished, and ValueError if the
-        checkpoint has another configuration or other data.
+        checkpoint or the finished run has another configuration, or the checkpoint other data.
         """
         # 1. Load.
         config = self.config
@@ -105,6 +105,10 @@ class Run:
         if extended and self.folder is not None:
             (self.path / "summary.json").unlink(missing_ok=True)
         if not extended and (self.path / "summary.json").exists():
+            if checkpoint is None:  # _load has compared nothing
+                stored = parse_object(read_bytes(self.path / "config.json"), f"{self.path}/config.json")
+                changes = describe_differences(config, config_of(stored, type(config)))
+                require(not changes, f"{self.path} was trained with {changes}. Choose another --name.")
             if self.world.is_main:
                 print(f"{self.path} is finished. Read its summary.json.")
             raise EndOfRun

@@ -55,6 +55,8 @@ class Settings(Config):
 
     model: str = ""
     """Model to continue: a folder, or a name on the hub."""
+    val_every: int = setting(0, at_least=0)
+    """Steps between validations, the first before training. 0: before training and at the end."""
     steps: int = setting(763, at_least=0)
     """Optimizer steps. 763 steps are 50 M tokens. 0, the default for rope and rope_ntk, validates without training."""
     lr: float = setting(2e-5, **RATE)
@@ -66,7 +68,6 @@ DEFAULTS = Settings(
     batch_tokens=65_536,
     micro_batch_tokens=8192,
     val_tokens=2_097_152,
-    val_every=0,
     runs_dir="runs/continued",
     save_every=200,
     keep=1,

@@ -26,7 +26,7 @@ INCOMPLETE = "\ufffd"  # decoded text of a character whose bytes are not complet
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
+def main():
     # 1. The arguments.
     parser = Parser("python -m scripts.generate", __doc__)
     add = parser.add_argument
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None):
     add("--top-k", type=int, metavar="K", help="draw from the K most likely tokens (default: all)")
     add("--seed", type=int, default=0, help="seed of the drawn tokens (default: 0)")
     parser.add_device()
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     require(args.temperature >= 0, f"--temperature {args.temperature} is negative. Use 0 or more.")
     is_unicode = args.prompt == args.prompt.encode(errors="replace").decode()  # Python takes any bytes
     require(is_unicode, "the prompt is not UTF-8. Convert it with `iconv -f ENCODING -t UTF-8`.")

@@ -48,7 +48,7 @@ def main():
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="folder of all results (default: runs)")
     args, field_arguments = parser.parse_known_args()
     start_time, runs_dir = time.monotonic(), args.runs_dir
-    fields = field_changes("quickstart", field_arguments) | {"runs_dir": str(runs_dir), "resume": "auto"}
+    fields = field_changes(field_arguments) | {"runs_dir": str(runs_dir), "resume": "auto"}
     own = fields.keys() & {"method", "method_options"}
     require(not own, f"the quickstart sets {', '.join(own)} itself. Set it in train_gpt.py quickstart.")
     runs = {

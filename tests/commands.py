@@ -62,7 +62,7 @@ def environment(**variables):
     return kept | dict(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", PYTHONPATH=str(ROOT)) | variables
 
 
-def python(*argv, code=0, cwd=ROOT, timeout=300, **variables):
+def python(*argv, code=0, cwd=ROOT, timeout=1200, **variables):
     """Run a new process in the folder `cwd`, which must exit with `code`. Return the finished process."""
     command, env = [sys.executable, *map(str, argv)], environment(**variables)
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)

@@ -22,7 +22,8 @@ from results.far import recall
 from runtime.metrics import numbers
 from runtime.processes import World
 from scripts import evaluate
-from scripts.shared.runs import with_evaluation
+from scripts.keep import make_line
+from scripts.shared.runs import read_run, with_evaluation
 
 VOCAB, GAPS = 64, (5, 40)
 
@@ -236,11 +237,15 @@ def test_gains_equal_those_of_the_logits(copying):
 
 
 def test_a_run_measures_it_at_its_end_and_evaluate_again(data, tmp_path, capsys):
-    run = train_here(data, tmp_path, "--val_far_windows 1 --validate_as yarn --method rope --steps 10")
+    more = "--val_far_windows 1 --validate_as yarn --method rope --steps 10 --val_copy_gaps 40"
+    run = train_here(data, tmp_path, more)
     steps, validations = steps_and_validations(run)
     assert [r["step"] for r in (*steps, *validations) if "far_gain" in r] == [10]
     summary = read_json(run / "summary.json")
     assert {*FAR} <= summary.keys() and summary["far_gain_as"]["yarn"].keys() == summary["far_gain"].keys()
+    line = make_line(read_run(run))
+    assert {key for key in summary if line.get(key) != summary[key]} == {"data", "train_length", "val_tokens"}
+    assert [r["copy_gain"] for r in line["curve"]] == [r["copy_gain"] for r in validations]
 
     succeeds(evaluate.main, run, "--far", 1, "--device", "cpu")
     stored = read_json(run / "evaluation.json")

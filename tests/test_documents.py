@@ -17,6 +17,7 @@ from measure.riffle import CHUNKS, long_documents
 from model.methods import METHODS
 from model.scores import attention_by_layer
 from scripts import evaluate
+from scripts.keep import make_line
 from scripts.shared.runs import load_run, read_run
 from train_gpt import main as train
 
@@ -54,8 +55,9 @@ def test_the_loss_on_these_tokens_is_measured_at_the_end_and_by_evaluate(tmp_pat
 
 
 def test_riffle_gain_is_the_difference_of_the_losses_of_single_sequences(tmp_path, capsys):
-    run = train_tiny_run(tmp_path, "--val_lengths 8 --train_length 8 --micro_batch_tokens 960 --steps 60")
-    succeeds(evaluate.main, run, "--riffle")
+    more = "--method rope --val_lengths 8 --train_length 8 --micro_batch_tokens 960 --steps 60"
+    run = train_tiny_run(tmp_path, more)
+    succeeds(evaluate.main, run, "--riffle", "--as", "yarn")
     found = read_json(run / "evaluation.json")
     config, model = load_run(run, torch.device("cpu"))
     stream = open_split(tmp_path / "data", "val", config.vocab_size)
@@ -77,6 +79,8 @@ def test_riffle_gain_is_the_difference_of_the_losses_of_single_sequences(tmp_pat
         gains = differences[:, end // 2 : end].mean(axis=1)
         assert found["riffle_gain"][str(end)] == pytest.approx(gains.mean(), abs=1e-5)
         assert found["riffle_gain_error"][str(end)] == pytest.approx(gains.std(ddof=1) / count**0.5, rel=1e-3)
+    line = make_line(read_run(run))
+    assert all(line[key] == found[key] for key in found if "riffle" in key) and "riffle_gain_as" in found
     assert f"{found['riffle_gain']['128']:.3f} ±" in capsys.readouterr().out
     with refuses("documents of more than 1000 tokens"):
         long_documents(stream, 1000, len(stream), config.vocab_size)

@@ -86,6 +86,13 @@ def test_unfinished_and_damaged_runs_are_not_kept(tmp_path, call, damage):
     assert code == 2 and folder.name in output.err and not (tmp_path / "runs.jsonl").exists()
 
 
+def test_a_file_with_another_ending_is_refused_and_left_alone(tmp_path, call):
+    write_files(tmp_path, {"runs.json": "{}\n"})
+    folder = write_run(tmp_path / "runs", sweep("table_losses", "mini")[0], {256: 4.0})
+    assert call(keep_command, folder, "--to", "runs.json")[0] == 2
+    assert (tmp_path / "runs.json").read_text() == "{}\n"
+
+
 def test_a_line_of_a_field_that_is_gone_is_a_problem_and_no_error(tmp_path):
     line, *_ = KEPT[0].read_text().splitlines(keepends=True)
     write_files(tmp_path, {"runs.jsonl": line.replace('"changes": {', '"changes": {"gone": 1, ')})

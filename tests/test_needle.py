@@ -13,6 +13,7 @@ from test_train import assert_same_numbers
 from configs.runs import Needle
 from data.needle import Haystack, NeedleTask
 from data.tokenizer import load_tokenizer
+from optim.schedule import lr_factor
 from runtime.checkpoint import latest_checkpoint, load_checkpoint
 from runtime.metrics import read_metrics
 from scripts import needle
@@ -66,8 +67,11 @@ def response_loss(model, batch):
     return model(inputs, targets, per_token=True)[mask].mean()
 
 
-def test_fine_tuning_learns_by_the_loss_of_the_response_alone(run, tune, load):
+def test_fine_tuning_learns_by_the_loss_of_the_response_alone(run, tune, load, monkeypatch):
+    factors = []
+    monkeypatch.setattr(needle, "lr_factor", lambda *args: factors.append(lr_factor(*args)) or factors[-1])
     summary = tune()
+    assert factors == [0.5, 1, 1, 1, 1, 0.5]
     records = read_metrics(run / "needle" / "metrics.jsonl")
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert records[-1]["train_loss"] < records[0]["train_loss"] - 0.1

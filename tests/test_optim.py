@@ -35,22 +35,18 @@ def gradient(p, step):
     return 1e-4 * random(*p.shape, seed=100 + step).float()
 
 
-def reference_muon(p, steps):
-    """The four lines of Muon (Keller Jordan), in float64, one matrix at a time."""
-    p = p.double()
-    buffer = torch.zeros_like(p)
-    for step in steps:
-        g = gradient(p, step)
-        buffer = MOMENTUM * buffer + g
-        nesterov = g + MOMENTUM * buffer
-        for i in range(len(p)) if p.ndim == 3 else [...]:
-            x = nesterov[i] / (nesterov[i].norm() + 1e-7)
-            for _ in range(5):
-                a = x @ x.T
-                x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
-            rows, cols = x.shape
-            p[i] -= LR * max(1, rows / cols) ** 0.5 * x
-    return p
+@torch.no_grad()
+def reference_muon(p, g, buffer, lr=LR, momentum=MOMENTUM):
+    """Update p and its buffer in place by the four lines of Muon (Keller Jordan), one matrix at a time."""
+    buffer.mul_(momentum).add_(g)
+    nesterov = g + momentum * buffer
+    for i in range(len(p)) if p.ndim == 3 else [...]:
+        x = nesterov[i] / (nesterov[i].norm() + 1e-7)
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
+        rows, cols = x.shape
+        p[i] -= lr * max(1, rows / cols) ** 0.5 * x
 
 
 @parametrize("compile", [False, True])
@@ -60,7 +56,9 @@ def test_muon_matches_a_float64_reference(compile):
     train(Muon(params, LR, MOMENTUM, compile=compile), params, range(5))
     # Newton-Schulz multiplies the smallest singular values, and float32's rounding (6e-8) there, by 3.4445^5 = 485.
     for p, before in zip(params, start):
-        want = reference_muon(before, range(5))
+        want, buffer = before.double(), torch.zeros_like(p, dtype=torch.float64)
+        for step in range(5):
+            reference_muon(want, gradient(want, step), buffer)
         assert (p - want).norm() / (want - before).norm() < 5e-5, p.shape  # relative to how far it has moved
 
 

@@ -68,7 +68,7 @@ def guarded(folder: Path, *command) -> set[Path]:
     environment = KEYS | {name: os.environ[name] for name in kept if name in os.environ}
     folders = dict(PYTHONPATH="guard", GUARD_LOG="guard/log", TMPDIR="temporary", HOME="home")
     environment |= {name: f"{folder}/{path}" for name, path in folders.items()}
-    options = dict(cwd=ROOT, env=environment, timeout=300, text=True, stdin=subprocess.DEVNULL, capture_output=True)
+    options = dict(cwd=ROOT, env=environment, timeout=1200, text=True, stdin=subprocess.DEVNULL, capture_output=True)
     done = subprocess.run([sys.executable, *map(str, command)], **options)
     written = (folder / "guard/log").read_text().splitlines()
     calls = [line for line in written if line.startswith("NETWORK")]
@@ -150,7 +150,6 @@ def outcome_of(data, place, capsys):
     --wandb online                      | refused
     --validate_as yarn                  | refused
     --attention_backend fast            | refused
-    --attention_backend flex            | refused
     --method rope --method_options num_heads 3                                         | refused
     --method rope --method_options position_scale 0.5                                  | refused
     --method yarn --method_options base 1e-320                                         | refused
@@ -160,7 +159,6 @@ def outcome_of(data, place, capsys):
     --method scale_invariant_rope --method_options tau 1e-320                          | refused
     --num_heads 1 --train_length 1 --batch_tokens 3 --val_lengths 1 2 --val_tokens 2   | trained
     --method rope --method_options base 18446744073709551616                           | trained
-    --head_lr 1e38                                                                     | stopped
 """)
 def test_impossible_fields_are_refused_and_extreme_ones_are_not(more, outcome, outcome_of, faults, monkeypatch):
     if "online" in more:  # with a key that wandb's client refuses

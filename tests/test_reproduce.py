@@ -31,9 +31,9 @@ LOG = HEADER.format("2.13.0") + "==== a.py ====\nimport torch now\n" + HEADER.fo
 
 def write_run(
     runs_dir, run, losses, *, steps=(0, 200, 400, 640), val_tokens=49_152, data="abc", needle=None,
-    part=None, others={}, **summary,
+    part=None, others={}, fall=0.1, **summary,
 ):
-    """A finished run whose validation loss falls by 0.1 a record to the given losses {length: nats}.
+    """A finished run whose validation loss falls by `fall` a record to the given losses {length: nats}.
 
     others: losses of its weights as other methods, {method: losses}. part: validation tokens, before the end, at all
     lengths but the first (the fast profile).
@@ -42,7 +42,7 @@ def write_run(
     records = ['{"step": 1, "tokens": 1, "train_loss": 5.0}']
     for i, step in enumerate(steps):
         def rise(values):
-            return {str(n): x + 0.1 * (len(steps) - 1 - i) for n, x in values.items()}
+            return {str(n): x + fall * (len(steps) - 1 - i) for n, x in values.items()}
         counts = dict.fromkeys(map(str, losses), val_tokens)
         if part and step < steps[-1]:
             counts |= dict.fromkeys([*counts][1:], part)
@@ -366,6 +366,17 @@ def test_sizes_shows_leads_within_seeds_on_one_text(tmp_path, call):
     code, output = call("sizes --seeds 0")
     assert code == 0
     assert [row[1:4] for row in rows_of(output.out)[1:]] == [["-0.100", "-0.300", "-0.400"]] * 2
+
+
+def test_longer_shows_leads_within_seeds_at_each_validation(tmp_path, call):
+    for run in sweep("longer", "far", seeds=[0]):
+        slope = 0.2 if run.config.method == SI else 0.1  # nats more at each earlier validation
+        losses = {512: 3.0, 2048: 3.0, 8192: 3.0 - slope}
+        write_run(tmp_path / "runs", run, losses, steps=(0, 6144, 12_288), fall=slope)
+    code, output = call("longer --seeds 0")
+    assert code == 0
+    head, *rows = rows_of(output.out)[-3:]
+    assert head[0] == "M tokens" and rows == [["12.6", "+0.000", "+0.000"], ["25.2", "-0.100", "-0.100"]]
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

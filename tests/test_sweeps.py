@@ -114,6 +114,13 @@ def test_mistakes_in_a_new_sweep_are_named(own, cases, named):
 def test_a_new_sweep_has_its_runs_once(own):
     cases = [("mini", dict(method=method, dtype=dtype)) for method in ("rope", "nope") for dtype in ("auto", "float32")]
     assert own(cases) == ["mini-rope-s0", "mini-nope-s0"]
+    assert own([("mini", dict(method="gate+forget"))]) == ["mini-forget+gate-s0"]  # as train_gpt.py spells it
+
+
+def test_a_field_that_scales_with_the_steps_of_a_sweep_can_be_set():
+    default = sweep("far", "far")[0].config.cooldown_steps
+    runs = sweep("longer", "far", seeds=[0], changes={"cooldown_steps": default})
+    assert {run.config.cooldown_steps for run in runs} == {default}
 
 
 def test_wandb_sweep_starts_the_runs_of_the_main_table():

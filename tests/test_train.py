@@ -12,6 +12,7 @@ import pytest
 import torch
 from commands import ROOT, TWO_RANKS, fails, names, parametrize, python, read_json, slow, succeeds, table, unchanged
 from pytest import approx
+from test_optim import reference_muon
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
@@ -230,6 +231,40 @@ def test_validation_equals_a_plain_loop(finished, data, length):
         assert validation[key][str(length)] == approx(value, abs=1e-5 if key == "val_loss" else 2e-5), key
 
 
+def test_steps_are_plain_adam_and_muon_with_the_constants_of_the_fields(data, tmp_path):
+    """From the weights of --seed, on batches in the order of --data_seed, with one gradient of the whole batch."""
+    more = "--method logn_rope --seed 5 --data_seed 2 --muon_momentum 0.5 --adam_betas 0.6 0.7 --adam_eps 1e-3 "
+    more += "--steps 3 --cooldown_steps 2 --val_every 0"
+    folder = train_here(data, tmp_path, more)
+    torch.manual_seed(5)
+    model = GPT(read_config(arguments(data, tmp_path, more)), torch.float32)
+    matrices, groups = [], [
+        dict(params=[model.embedding.weight], peak=0.3),
+        dict(params=[model.head], peak=0.002),
+        dict(params=[], peak=0.002),
+    ]
+    for name, p in model.blocks.named_parameters():
+        (groups[2]["params"] if ".method." in name else matrices).append(p)
+    adam = torch.optim.Adam(groups, betas=(0.6, 0.7), eps=1e-3)
+    buffers, text = [torch.zeros_like(p) for p in matrices], open_split(data, "train", 64)
+    steps, _ = steps_and_validations(folder)
+    batches = np.random.default_rng(2).permutation(3)  # 2, 0, 1
+    for batch, factor, record in zip(batches, (1, 1, 0.5), steps, strict=True):
+        rows = torch.from_numpy(sequences(text.read(128 * batch, 129, 64), 16).astype("int64"))
+        loss = model(rows[:, :-1], rows[:, 1:])
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters()).item()
+        assert record["train_loss"] == approx(loss.item(), abs=1e-5)
+        assert record["grad_norm"] == approx(norm, rel=1e-4)
+        for group in adam.param_groups:
+            group["lr"] = factor * group["peak"]
+        adam.step()
+        for p, buffer in zip(matrices, buffers):
+            reference_muon(p, p.grad, buffer, lr=0.02 * factor, momentum=0.5)
+        model.zero_grad()
+    assert_close(newest_state(folder)["model"], {**model.state_dict()}, rtol=0, atol=1e-5)
+
+
 def test_parameters_of_a_method_are_recorded(data, tmp_path):
     folder = train_here(data, tmp_path, "--method logn_rope --steps 3 --cooldown_steps 0 --val_every 0 --save_every 0")
     steps, (validation,) = steps_and_validations(folder)
@@ -257,8 +292,10 @@ SCHEDULE = "--length_schedule 4 7 8 9 --micro_batch_tokens 32 --save_every 10 " 
 def assert_resumes(data, runs, whole, more=""):
     """Assert that a run resumed from an older checkpoint ends as the whole run."""
     folder = rewound(whole, runs)
+    before = newest_state(folder)["progress"]["seconds"]
     train_here(data, runs, f"{more} --resume auto")
     assert_same_run(folder, whole)
+    assert read_json(folder / "summary.json")["seconds"] > before > 0
 
 
 @parametrize("more", ["", SCHEDULE, "--val_profile fast --val_every 2"])
@@ -317,9 +354,12 @@ def test_a_run_is_extended_unless_its_learning_rate_has_cooled_down(data, copied
             fails(capsys, f"--init_from {folder}", train_gpt.main, *argv)
 
 
-def test_finished_run_is_not_repeated(data, copied):
+def test_finished_run_is_not_repeated(data, copied, capsys):
     with unchanged(copied):
         train_here(data, copied.parent, "--resume auto")
+    shutil.rmtree(copied / "checkpoints")
+    train_here(data, copied.parent, "--resume auto")
+    fails(capsys, "steps 20", train_gpt.main, *arguments(data, copied.parent, "--resume auto --steps 30"))
 
 
 # ---- micro-batches, and shorter sequences first ----------------------------------------------------------------------
@@ -380,15 +420,29 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(data, copied, tmp_pat
 
 @parametrize("method", ["scale_invariant_p_rope", "nope", "logn_p_rope"])
 def test_a_run_from_another_one_begins_with_its_weights_on_the_tokens_after_it(data, finished, tmp_path, method):
-    more = f"--init_from {finished} --method {method} --steps 6 --cooldown_steps 0 --val_every 0 --save_every 3"
-    folder = train_here(data, tmp_path, more)
+    folder, more = continued(finished, 20, data, tmp_path, method)
     stream = open_split(data, "train", 64)
-    text = stream.read(20 * 128, 129, 64)  # after the 20 steps of the source
-    expected = plain_losses(trained_model(finished, data, method), sequences(text, 16)).mean().item()
-    assert steps_and_validations(folder)[0][0]["train_loss"] == approx(expected, abs=1e-4) and expected < 3.5
     used = read_json(folder / "data.json")["train"]
     assert used == stream.fingerprint((20 + 6) * 128) != stream.fingerprint(6 * 128)
     assert_resumes(data, tmp_path / "resumed", folder, more)
+
+
+def continued(source, steps, data, runs, method="scale_invariant_p_rope"):
+    """Train from a run, and assert that this begins after the tokens of these steps. Return folder and fields."""
+    more = f"--init_from {source} --method {method} --steps 6 --cooldown_steps 0 --val_every 0 --save_every 3"
+    folder = train_here(data, runs, more)
+    text = open_split(data, "train", 64).read(steps * 128, 129, 64)
+    expected = plain_losses(trained_model(source, data, method), sequences(text, 16)).mean().item()
+    assert steps_and_validations(folder)[0][0]["train_loss"] == approx(expected, abs=1e-4) and expected < 3.5
+    return folder, more
+
+
+def test_a_run_continues_after_all_that_its_sources_may_have_read(data, finished, tmp_path):
+    """An unfinished run has read some batches of all its tokens, if --data_seed changed their order."""
+    second, _ = continued(finished, 20, data, tmp_path / "second")
+    continued(second, 26, data, tmp_path / "third")
+    reordered = rewound(train_here(data, tmp_path / "whole", "--data_seed 1"), tmp_path / "stopped")
+    continued(reordered, 20, data, tmp_path / "after")
 
 
 def test_training_within_documents_takes_their_first_token_from_the_validation_text(data, finished, tmp_path):

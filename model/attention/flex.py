@@ -47,10 +47,8 @@ class Flex(Backend):
 
     def prepare(self, plan, score_change):
         """Return flex_attention's score_mod, block_mask and kernel_options."""
-        from model.attention.flex_compiled import BLOCK, causal_block_mask, mask_options
+        from model.attention.flex_compiled import BLOCK, mask_options, plan_mask
 
-        shape = plan.query_length, plan.key_length, plan.q_offset
-        block_mask = causal_block_mask(*shape, plan.device, window=plan.window)
         kernel_options, make_function = mask_options(plan), make_score_mod
         if score_change is not None and m_follows_from_a(*function_tables(score_change, plan)):
             make_function = make_table_score_mod
@@ -60,15 +58,13 @@ class Flex(Backend):
         if plan.query_length >= BLOCK:  # fewer queries run in another kernel, which these tiles do not fit
             kernel_options |= self.tiles
         score_mod = without_first_key(make_function(score_change, plan), score_change)
-        return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=kernel_options)
+        return dict(score_mod=score_mod, block_mask=plan_mask(plan), kernel_options=kernel_options)
 
     def within_documents(self, plan):
-        from model.attention.flex_compiled import causal_block_mask, mask_options
+        from model.attention.flex_compiled import mask_options, plan_mask
 
-        shape = plan.query_length, plan.key_length, plan.q_offset
-        block_mask = causal_block_mask(*shape, plan.device, window=plan.window, starts=plan.starts)
         kernel_options = plan.prepared["kernel_options"] | mask_options(plan)
-        return plan.prepared | dict(block_mask=block_mask, kernel_options=kernel_options)
+        return plan.prepared | dict(block_mask=plan_mask(plan), kernel_options=kernel_options)
 
     def run(self, q, k, v, plan, *, score_change=None, key_bias=None, sink=None):
         from model.attention.flex_compiled import flex_attention, run_alone
@@ -181,10 +177,9 @@ class FlexFlash(Flex):
         return None if found else "the package flash-attn-4 is not installed (docs/kernels.md)"
 
     def prepare(self, plan, score_change):
-        from model.attention.flex_compiled import causal_block_mask
+        from model.attention.flex_compiled import plan_mask
 
-        shape = plan.query_length, plan.key_length, plan.q_offset
-        block_mask = causal_block_mask(*shape, plan.device, flash_query_block(plan.device), plan.window)
+        block_mask = plan_mask(plan, flash_query_block(plan.device))
         score_mod = make_table_score_mod(score_change, plan)
         return dict(score_mod=score_mod, block_mask=block_mask, kernel_options=dict(BACKEND="FLASH"))
 

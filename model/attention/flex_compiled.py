@@ -13,6 +13,12 @@ from model.attention.plan import LayerPlan
 BLOCK = 128  # keys of a block of the mask, and queries where nothing else is asked for
 
 
+def plan_mask(plan: LayerPlan, query_block: int = BLOCK) -> BlockMask:
+    """Return the causal_block_mask of a plan."""
+    lengths = plan.query_length, plan.key_length, plan.q_offset
+    return causal_block_mask(*lengths, plan.device, query_block, window=plan.window, starts=plan.starts)
+
+
 def causal_block_mask(
     query_length: int,
     key_length: int,

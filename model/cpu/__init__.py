@@ -175,7 +175,7 @@ def backward_op(
         return dq, dk, dv, torch.empty(0), dbias, dsink
     dtables = dtables.sum(dim=0).transpose(0, 1)  # (2, H, Tk)
     if tables.shape[1] == 1:
-        return dq, dk, dv, dtables.sum(dim=1, keepdim=True), dbias, dsink
+        dtables = dtables.sum(dim=1, keepdim=True)
     return dq, dk, dv, dtables.contiguous(), dbias, dsink
 
 

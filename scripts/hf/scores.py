@@ -18,7 +18,7 @@ def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int, calibrate: bo
     without rotation, and a second entry with rotation if the layer rotates. calibrate: in a converted model with
     learn_moments, set mean and deviation of each head before its layer runs (model/scores.py).
     """
-    pairs, found = score_pairs(*tokens.shape, max_pairs, seed=0), []
+    pairs, found = score_pairs(*tokens.shape, max_pairs), []
 
     def observe(layer, _, inputs):
         projections = [projection(inputs["hidden_states"]) for projection in (layer.q_proj, layer.k_proj)]

@@ -43,8 +43,8 @@ MARKS |= {"record": ("#D55E00", "", "*"), "gate passed": ("k", "", "o"), "gate n
 
 
 @exit_on_user_error()
-def main(argv: list[str] | None = None):
-    argv = sys.argv[1:] if argv is None else argv
+def main():
+    argv = sys.argv[1:]
     if argv[:1] == ["train"]:  # FILE NAME PRESET [--field value ...]: one run, started by train_seeds
         tracks.register(Path(argv[1]), argv[2])
         sys.argv = ["train_gpt.py", *argv[3:]]

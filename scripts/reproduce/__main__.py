@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from configs.sweeps import SCALES
 from errors import exit_on_user_error
 from files import replace_text
 from model.methods.names import canonical_name
@@ -64,7 +63,7 @@ def main():
     scale, study_name = home_of(args.item)
     args.scale = args.scale or scale or "paper"
     args.out = args.out or Path("results") / (study_name if scale == args.scale else args.scale)
-    changes = field_changes(SCALES[args.scale].base, fields)
+    changes = field_changes(fields)
     needle = key_values("--needle", args.needle)
 
     # 2. The runs.

@@ -167,7 +167,7 @@ def figure_entropy(study: Study) -> str:
     )
     if not trained:
         study.notes.append("The bottom row is left out, because there is no trained model.")
-    return text + "\n\n" + study.figure_markdown()
+    return f"{text}\n\n{study.figure_markdown()}"
 
 
 def entropy_panels(source: str, rows: list[dict]) -> list[Panel]:

@@ -30,4 +30,4 @@ def table_needle(study: Study) -> str:
         "has three needles. The paper used C4 and 300 steps of 64 prompts."
     )
     lengths = sorted({*study.lengths, *(length for _, length in accuracy["greedy"])})
-    return text + "\n\n" + make_table(study, accuracy, lengths, best=max)
+    return f"{text}\n\n{make_table(study, accuracy, lengths, best=max)}"

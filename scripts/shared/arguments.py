@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from configs import command_line
-from configs.command_line import read_config, read_fields
+from configs.command_line import read_fields
 from configs.runs import SET_BY_SWEEPS
 from configs.sweeps import SCALES
 from errors import require
@@ -34,12 +34,11 @@ def add_run_options(parser: Parser, runs_dir: Path | None = Path("runs")):
     add("--runs-dir", type=Path, default=runs_dir, help="folder of the run folders (default: runs)")
 
 
-def field_changes(preset: str, arguments: list[str]) -> dict:
+def field_changes(arguments: list[str]) -> dict:
     """Return the fields of train_gpt.py that the arguments set, with their values.
 
     Raise ValueError for arguments that train_gpt.py refuses, and for fields that a sweep sets itself.
     """
-    read_config([preset, *arguments])  # checks the fields together
     fields = read_fields(arguments)
     for field in SET_BY_SWEEPS:
         require(field not in fields, f"--{field} is set by the sweep. Leave it out. --runs-dir names the folder.")

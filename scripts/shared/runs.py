@@ -83,12 +83,13 @@ class StoredRun:
 def read_runs(place: Path) -> list[StoredRun]:
     """Return the runs in a runs.jsonl, or in a folder of run folders, sorted by name.
 
-    Raise ValueError naming a damaged line of a runs.jsonl.
+    Raise ValueError naming a damaged line of a runs.jsonl, and for a file with another ending.
     """
     if place.suffix == ".jsonl":
         lines = read_bytes(place).splitlines() if place.exists() else []
         return [read_line(place, number, line) for number, line in enumerate(lines, start=1)]
-    if not place.is_dir():
+    require(not place.is_file(), f"{place}: the name of a file of runs ends in .jsonl. Rename it.")
+    if not place.exists():
         return []
     return [read_run(path) for path in sorted(place.iterdir()) if (path / "config.json").exists()]
 
@@ -260,7 +261,7 @@ def tokenizer_file(run: StoredRun) -> str | Path:
     for file in files:
         if trained and sha256_of(file) == trained:
             return file
-    raise UserError(f"neither {files[0]} nor {files[1]} is the tokenizer of the run. Restore one.")
+    raise UserError(f"neither {files[0]} nor {files[1]} is the tokenizer that the run's data.json names. Restore one.")
 
 
 def tokenizer_of_run(run: StoredRun) -> Tokenizer:

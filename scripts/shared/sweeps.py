@@ -22,6 +22,7 @@ from configs.presets import preset
 from configs.runs import Run
 from configs.sweeps import PAPER_SWEEPS, SCALES, Scale
 from errors import did_you_mean, require
+from model.methods.names import canonical_name
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -76,9 +77,9 @@ def sweep(
 
     runs = {}  # by hash, because sweeps can share runs
     for run in planned:
+        run = add_changes(name, run, changes or {})
         if methods and {run.config.method, *run.config.validate_as}.isdisjoint(methods):
             continue
-        run = add_changes(name, run, changes or {})
         identity = config_hash(run.config)
         first = runs.setdefault(identity, run)
         if run.needle:  # one sweep that fine-tunes a run is enough
@@ -97,13 +98,20 @@ def with_settings(scale: Scale, seeds: list | None, needle: dict) -> Scale:
 
 
 def add_changes(name: str, run: Run, changes: dict) -> Run:
-    """Return the run with the changes that differ from its preset. Raise ValueError for a field that the sweep sets."""
+    """Return the run with the changes that differ from its preset, and with the canonical name of its method.
+
+    Raise ValueError for a field that the sweep sets, and for an unknown method.
+    """
     for field in changes.keys() & run.changes.keys():
         instruction = {"seed": "Use --seeds.", "method": "Use --methods."}.get(field, "Leave it out.")
         same = changes[field] == run.changes[field]
         require(same, f"--{field}: sweep {name} sets it to {run.changes[field]!r} in a run. {instruction}")
     base = preset(run.preset)
-    scaled = with_changes(base, {"steps": changes.get("steps", base.steps)})  # other fields scale with steps
+    steps = (changes | run.changes).get("steps", base.steps)
+    scaled = with_changes(base, {"steps": steps})  # other fields scale with steps
     defaults = vars(scaled) | {"steps": base.steps}
     added = {field: value for field, value in changes.items() if value != defaults[field]}
-    return dataclasses.replace(run, changes=added | run.changes)
+    changed = added | run.changes
+    if "method" in changed:
+        changed["method"] = canonical_name(changed["method"])
+    return dataclasses.replace(run, changes=changed)

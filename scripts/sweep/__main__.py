@@ -67,7 +67,7 @@ def parse_arguments() -> tuple:
 def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     """Return the runs that the command line chooses. Raise ValueError for runs that could not train anywhere."""
     args.scale = args.scale or home_of(args.sweep)[0] or "paper"
-    changes, needle = field_changes(SCALES[args.scale].base, fields), key_values("--needle", args.needle)
+    changes, needle = field_changes(fields), key_values("--needle", args.needle)
     methods = args.methods and [*map(canonical_name, args.methods)]
     runs = sweep(args.sweep, args.scale, args.seeds, methods, changes, needle)
     for run in runs:

@@ -74,11 +74,13 @@ def record_outcome(path: Path, locked: Path, code: int) -> str:
         log.unlink(missing_ok=True)
         sidecar(path, ".failures.txt").unlink(missing_ok=True)
         return "finished"
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
+    text = log.read_text(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no output"]
     errors = [line for line in lines if re.search(r"[eE]rror: ", line)]  # torchrun's table comes after these
     when = datetime.datetime.now().isoformat(timespec="seconds")
     append(sidecar(path, ".failures.txt"), f"{when} exit code {code}: {(errors or lines)[-1]}\n")
-    return "refused" if code == USER_ERROR else "failed"
+    refused = code == USER_ERROR or re.search(rf"exitcode *: {USER_ERROR}\b", text)  # of a rank, in torchrun's table
+    return "refused" if refused else "failed"
 
 
 def train(
