@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from commands import parametrize
 from torch.testing import assert_close
 
 from configs.command_line import option_value
@@ -14,6 +14,7 @@ from model.attention.reference import plain_attention
 from model.methods.base import KeyBias, Method, ScoreChange, Shape
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+half_precision = parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 class ByHead(ScoreChange):
@@ -100,7 +101,8 @@ LAYOUTS = dict(
     .select(2, 1).transpose(1, 2),
     tokens_last=lambda x: x.mT.contiguous().mT,
     every_second_channel=lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
-    of_a_longer_one=lambda x: F.pad(x, (3, 5, 2, 0))[..., 2:, 3:-5],
+    of_a_longer_one=lambda x: torch.nn.functional.pad(x, (3, 5, 2, 0))
+    [..., 2:, 3:-5],
     expanded=lambda x: x[:1, :, :1].expand_as(x),
 )
 

@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 parametrize = pytest.mark.parametrize
 slow = pytest.mark.slow  # not part of the quick form of the tests
-shared = pytest.fixture(scope="module")  # by the tests of a file
+fixture = pytest.fixture
+shared = fixture(scope="module")  # by the tests of a file
 promise = pytest.mark.promise  # of docs/reliability.md, see conftest.py
 CORRUPTION = promise(12, "flipped bits in checkpoints and in the memory of a rank are found")
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -133,8 +134,19 @@ def wait_for(condition, seconds=600):
     return value
 
 
+def rows_of(text):
+    """Return the cells of the table rows of a text."""
+    lines = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line[1:-1]] for line in lines]
+
+
 def read_json(path):
     return json.loads(path.read_text())
+
+
+def read_lines(path):
+    """Return the values of a file of JSON lines."""
+    return [*map(json.loads, path.read_text().splitlines())]
 
 
 def update_json(path, **fields):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from commands import ROOT, environment
 
-STAGES = ["batch", "step", "validation", "log", "metrics", "comparison"]
+STAGES = "batch step validation log metrics comparison".split()
 STAGES += [f"checkpoint {part}" for part in ("write", "fsync", "rename", "deletion")]
 
 HOLDING = """  # Python runs this when it starts
@@ -249,7 +249,7 @@ def fill_disk(fault, *args):
 
 
 def send(*numbers):
-    return lambda fault, *args: [os.kill(os.getpid(), number) for number in numbers]
+    return lambda fault, *args: [signal.raise_signal(number) for number in numbers]
 
 
 ACTIONS = dict(

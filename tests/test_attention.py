@@ -57,7 +57,7 @@ def flex_with_gradients(monkeypatch):
 def can_run(backend, name):
     """Return whether the backend takes the method. For the backends that this file patches: on a GPU."""
     if backend == "flex_flash":  # it needs a GPU and its package
-        return name in ("nope", "rope", "logn", "alibi", "scale_invariant", "by_head", "for_all_heads", "window")
+        return name in "nope rope logn alibi scale_invariant by_head for_all_heads window".split()
     return backend == "flex" or BACKENDS[backend].unsupported(make_case(name), CPU, torch.float32) is None
 
 

@@ -1,12 +1,11 @@
 """The benchmarks: ratios from canned times, the gates, the row of the baseline again, one small run of each command."""
 
 import re
-import sys
 
-import pytest
 import torch
 from attention_cases import random
-from commands import exit_code, fails, parametrize, read_json, slow, succeeds, table
+from commands import exit_code, fixture, parametrize, read_json, rows_of, slow, succeeds
+from pytest import approx
 from torch.testing import assert_close
 
 from model.attention.blocks import Blocks
@@ -27,7 +26,7 @@ FIELDS = (
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
+@fixture(autouse=True)
 def one_call(monkeypatch):
     """Make one call of each variant in each round."""
     monkeypatch.setattr(protocol, "ROUND_SECONDS", 0.0)
@@ -77,17 +76,17 @@ def test_attention_reports_right_variants_and_refuses_a_planted_fault(tmp_path, 
     }
     assert [entry["kind"] for entry in record["times"]] == ["forward", "both"]
     for entry, text in zip(record["times"], page.split("###")[1:], strict=True):
-        rows = [line.split("|") for line in text.splitlines() if line.startswith("| ")][1:]
-        assert [row[1].strip() for row in rows] == ["sdpa:plain", "blocks:si", "sdpa:plain again"]
+        rows = rows_of(text)[1:]
+        assert [row[0] for row in rows] == ["sdpa:plain", "blocks:si", "sdpa:plain again"]
         for row, seconds in zip(rows, entry["seconds"].values(), strict=True):
-            assert len(seconds) == 3 and float(row[2]) == pytest.approx(sorted(seconds)[1] * 1e3, abs=1e-3)
+            assert len(seconds) == 3 and float(row[1]) == approx(sorted(seconds)[1] * 1e3, abs=1e-3)
 
 
 def make(name):
     return attention.make_variant(name, 2, 16, CPU)
 
 
-@pytest.fixture
+@fixture
 def on_gpu(monkeypatch):
     """Let the benchmark know the variants of results/gpu, as its command does."""
     for known, more in ((MECHANISMS, gpu.MORE_MECHANISMS), (BACKENDS, gpu.MORE_BACKENDS)):
@@ -149,9 +148,7 @@ def test_flex_runs_forward_on_a_cpu(tmp_path, monkeypatch, on_gpu):
     monkeypatch.setattr(attention, "LENGTHS", (130,))
     sizes = "--device cpu --lengths 130 --heads 2 --head-dim 16 --rounds 1".split()
     names = f"written:paper written:softcap cudnn:plain flex-{gpu.TILES[-1]}:si sdpa:plain".split()
-    monkeypatch.setattr(sys, "argv", ["attention", *sizes, "--variants", *names, "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="^0$"):
-        gpu.main()
+    succeeds(gpu.main, *sizes, "--variants", *names, "--out", tmp_path)
     gate = read_json(tmp_path / "cpu_attention.json")["gate"]
     results = {name: result.split(":")[0] for name, result in gate.items()}
     assert results.pop("cudnn:plain") == "not run" and {*results.values()} == {"passed"}
@@ -161,7 +158,7 @@ def test_flex_runs_forward_on_a_cpu(tmp_path, monkeypatch, on_gpu):
 
 
 def test_the_gate_lets_equal_models_pass_and_no_others():
-    names = ["p_rope", "p_rope:blocks", "p_rope/micro_batch_tokens=24", "alibi", "p_rope/timeout=9", "p_rope/keep=9"]
+    names = "p_rope p_rope:blocks p_rope/micro_batch_tokens=24 alibi p_rope/timeout=9 p_rope/keep=9".split()
     trainers = {name: Trainer(step.read_variant("quickstart", FIELDS, name), CPU) for name in names}
     with torch.no_grad():
         trainers["p_rope/timeout=9"].model.blocks[1].mlp.up.mul_(1.01)
@@ -181,22 +178,7 @@ def test_step_reports_its_measurements(tmp_path, capsys):
     record = read_json(tmp_path / "cpu_step_quickstart.json")
     assert {name for name, result in record["gate"].items() if result == "passed"} == {"p_rope", "alibi"}
     assert list(record["seconds"]) == ["p_rope", "alibi", "p_rope again"]
-    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    rows = rows_of(capsys.readouterr().out)[1:]
     for row, times in zip(rows, record["seconds"].values(), strict=True):
-        assert float(row[3].replace(",", "")) == pytest.approx(96 / sorted(times)[1], abs=1)
-        assert row[7].strip() == protocol.ratio_cell(times, record["seconds"]["p_rope"])
-
-
-@table("arguments, field", """
-    attention --device cpu --lengths 0                          | --lengths
-    attention --device cpu --variants sdpa:nothing              | nothing
-    attention --device cpu --variants cpu:softcap               | softcap
-    attention --device cpu --variants flex-fwd-1:si             | fwd-1
-    step no_such_preset p_rope                                  | no_such_preset
-    step quickstart no_such_method --device cpu                 | no_such_method
-    step quickstart p_rope p_rope/batch_tokens=512 --device cpu | batch_tokens
-    step quickstart --rounds 0 --device cpu                     | --rounds
-    step quickstart --wide 1                                    | --wide
-""")
-def test_a_mistake_is_exit_code_2_and_names_the_field(arguments, field, capsys):
-    fails(capsys, field, bench.main, *arguments.split())
+        assert float(row[2].replace(",", "")) == approx(96 / sorted(times)[1], abs=1)
+        assert row[6] == protocol.ratio_cell(times, record["seconds"]["p_rope"])

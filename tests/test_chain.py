@@ -6,11 +6,11 @@ test_sweep.py kills and resumes sweeps.
 
 import contextlib
 import io
-import random
 import re
 
 import pytest
 from commands import exit_code, read_json, shared, slow
+from test_text import make_documents, write_lines
 from test_train import steps_and_validations
 from tiny_run import sweeps_in_this_process
 
@@ -39,10 +39,8 @@ def run(main, *argv, code=0):
 @shared
 def chain(shared_path):
     """Return the folder with data/ and runs/, the runs of the table, and the output of each command by name."""
-    folder, generator = shared_path, random.Random(0)
-    vocabulary = ["".join(generator.choices("abcdefgh", k=5)) for _ in range(300)]
-    for i in range(400):
-        (folder / f"{i}.txt").write_text(" ".join(generator.choices(vocabulary, k=generator.randint(50, 400))))
+    folder = shared_path
+    write_lines(folder / "tales.jsonl", make_documents(5000))
     prepare([folder], folder / "data", "bpe:384", val_fraction=0.2, name="words")
 
     common = ["--runs-dir", folder / "runs", *"--scale mini --methods p_rope scale_invariant_p_rope --seeds 0".split()]

@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attention_cases import CPU, CUDA, MECHANISMS, make_case, make_plan, skip_unless_runs
 from commands import ROOT, TWO_RANKS, parametrize, python, refuses, slow
 from test_train import arguments
@@ -45,7 +44,7 @@ def hides_one_tile(run, q, k, v):
     """128 queries do not see 64 keys a while before them."""
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
     hidden[512:640, 128:192] = True
-    return F.scaled_dot_product_attention(q, k, v, ~hidden)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, ~hidden)
 
 
 def is_wrong_for_strided_values(run, q, k, v):

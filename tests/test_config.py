@@ -1,6 +1,7 @@
 """Presets, validation and hash of the configuration, and how it is read from the command line."""
 
 import dataclasses
+import importlib
 import re
 from operator import attrgetter
 from typing import get_args
@@ -11,7 +12,6 @@ from commands import exit_code, fails, parametrize, refuses, table
 from pytest import approx
 
 import train_gpt
-from configs.command_line import read_config
 from configs.config import NOT_HASHED, Config, config_hash
 from configs.presets import PRESETS, preset
 from data.loader import micro_batch_size
@@ -20,12 +20,7 @@ from model.gpt import GPT
 from model.methods import METHODS
 from optim.schedule import lr_factor
 from runtime.build import read_run
-from scripts import doctor, evaluate
-from scripts.bench import __main__ as bench
-from scripts.record import __main__ as record
-from scripts.reproduce import __main__ as reproduce
 from scripts.shared.arguments import Parser, add_run_options
-from scripts.sweep import __main__ as sweep
 
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 DEFAULTS = vars(Config())
@@ -123,6 +118,7 @@ def test_the_hash_changes_with_mathematics_alone():
 def test_the_hash_does_not_depend_on_the_order_of_options_or_the_type_of_a_number():
     one, other = dict(a=3, b=5.0), dict(b=5, a=3.0)
     assert config_hash(Config(method_options=one)) == config_hash(Config(method_options=other))
+    assert config_hash(Config(scalar_lr=1)) == config_hash(Config(scalar_lr=1.0)) != config_hash(Config())
 
 
 # ---- values ----
@@ -182,9 +178,13 @@ def test_a_bad_value_is_refused_in_one_line_that_names_the_field(value, field):
     quickstart --name mine                                    | name            | 'mine'
     quickstart                                                | name            | 'quickstart-scale_invariant_p_rope-s0'
     quickstart --method rope --seed 3                         | name            | 'quickstart-rope-s3'
+    quickstart --val-lengths 8 --seed=3                       | val_lengths     | (8,)
+    quickstart --runs_dir=~/runs                              | runs_dir        | '/the/home/runs'
+    quickstart --runs_dir ~/runs                              | runs_dir        | '/the/home/runs'
 """)
-def test_a_field_is_set_by_its_name(arguments, field, value):
-    """The text of a value shows its type."""
+def test_a_field_is_set_by_its_name(arguments, field, value, monkeypatch):
+    """The text of a value shows its type. A path may begin at the home folder."""
+    monkeypatch.setenv("HOME", "/the/home")
     assert repr(getattr(read_run(arguments.split()), field)) == value
 
 
@@ -212,21 +212,55 @@ def test_a_bad_argument_is_refused_in_one_line_with_the_nearest_name(arguments, 
     assert capsys.readouterr().err == ""
 
 
-MISSPELT = "--data_dir /nowhere --method_options basse 64"
-
-
-@parametrize("command, arguments, named", [
-    (train_gpt, f"quickstart {MISSPELT}", "'basse'"), (doctor, f"quickstart {MISSPELT}", "'basse'"),
-    (sweep, f"table_losses {MISSPELT}", "'basse'"), (bench, f"step quickstart rope {MISSPELT}", "'basse'"),
-    (sweep, "all --jobs x", "--jobs"), (record, "fly", "fly"), (reproduce, "nothing", "nothing"),
-    (evaluate, "--far 1", "RUN"), (bench, "attention --fly", "--fly"), (doctor, "mini --fly", "--fly"),
-])
-def test_a_wrong_option_ends_every_command_before_it_starts_in_one_line(command, arguments, named, capsys):
-    fails(capsys, named, command.main, *arguments.split())
+@table("command, arguments, named", """
+    train_gpt                  | quickstart --data_dir /nowhere --method_options basse 64           | 'basse'
+    data.download              | fineweb10B --shards 104 --out x                                    | 103
+    scripts.evaluate           | --far 1                                                            | RUN
+    scripts.record.__main__    | fly                                                                | fly
+    scripts.doctor             | quickstart --data_dir /nowhere --method_options basse 64           | 'basse'
+    scripts.doctor             | gpt_162m                                                           | gpt_162m
+    scripts.doctor             | mini --stpes 3                                                     | --stpes
+    scripts.doctor             | mini --method rop                                                  | rop
+    scripts.doctor             | mini --fly                                                         | --fly
+    scripts.bench.__main__     | attention --fly                                                    | --fly
+    scripts.bench.__main__     | attention --device cpu --lengths 0                                 | --lengths
+    scripts.bench.__main__     | attention --device cpu --variants sdpa:nothing                     | nothing
+    scripts.bench.__main__     | attention --device cpu --variants cpu:softcap                      | softcap
+    scripts.bench.__main__     | attention --device cpu --variants flex-fwd-1:si                    | fwd-1
+    scripts.bench.__main__     | step no_such_preset p_rope                                         | no_such_preset
+    scripts.bench.__main__     | step quickstart no_such_method --device cpu                        | no_such_method
+    scripts.bench.__main__     | step quickstart p_rope p_rope/batch_tokens=512 --device cpu        | batch_tokens
+    scripts.bench.__main__     | step quickstart rope --data_dir /nowhere --method_options basse 64 | 'basse'
+    scripts.bench.__main__     | step quickstart --rounds 0 --device cpu                            | --rounds
+    scripts.bench.__main__     | step quickstart --wide 1                                           | --wide
+    scripts.reproduce.__main__ | nothing                                                            | nothing
+    scripts.reproduce.__main__ | table_loss                                                         | table_loss
+    scripts.reproduce.__main__ | table_losses --scale huge                                          | huge
+    scripts.reproduce.__main__ | table_losses --stepz 3                                             | --stepz
+    scripts.reproduce.__main__ | figure_tau --methods rope                                          | rope
+    scripts.sweep.__main__     | table_losses --data_dir /nowhere --method_options basse 64         | 'basse'
+    scripts.sweep.__main__     | table_loses                                                        | table_losses
+    scripts.sweep.__main__     | table_losses --name mine                                           | --name
+    scripts.sweep.__main__     | figure_304m --methods rope                                         | rope
+    scripts.sweep.__main__     | table_losses --method_options tua 3                                | tua
+    scripts.sweep.__main__     | figure_tau --seed 7                                                | --seed
+    scripts.sweep.__main__     | table_losses --jobs 0                                              | --jobs
+    scripts.sweep.__main__     | all --jobs x                                                       | --jobs
+    scripts.sweep.__main__     | table_losses --gpus-per-run 999                                    | --gpus-per-run
+    scripts.sweep.__main__     | all --needle step=3                                                | 'step'
+    scripts.sweep.__main__     | all --needle haystack=shard                                        | 'shard'
+    scripts.sweep.__main__     | table_losses --needle steps=3                                      | --needle
+    scripts.sweep.__main__     | table_losses --muon_lr -1                                          | muon_lr
+""")
+def test_wrong_usage_ends_every_command_before_it_starts_in_one_line(
+    command, arguments, named, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    fails(capsys, named, importlib.import_module(command).main, *arguments.split())
+    assert not [*tmp_path.rglob("*.log")]
 
 
 def test_options_may_have_hyphens_or_underscores():
-    assert read_config("quickstart --val-lengths 8 --seed=3".split()).val_lengths == (8,)
     parser = Parser("command", "")
     add_run_options(parser)
     assert parser.parse_args(["--runs_dir=here"]) == parser.parse_args(["--runs-dir", "here"])
@@ -250,9 +284,3 @@ def test_help_lists_every_field_and_without_a_preset_the_presets(capsys):
     assert all(name in output for name in (*PRESETS, *METHODS, *map("--{}".format, FIELDS)))
     assert re.search(r"--keep\b[^(]*\(default: 2\)", output)
     assert re.search(r"--adam_betas\b[^(]*\(default: 0.9 0.95\)", output)
-
-
-def test_a_path_may_begin_at_the_home_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/the/home")
-    for arguments in ("--runs_dir=~/runs", "--runs_dir ~/runs"):
-        assert read_config(["quickstart", *arguments.split()]).runs_dir == "/the/home/runs"

@@ -1,7 +1,6 @@
 # ruff: noqa: E402 (imports after importorskip)
 """scripts.continue_pretraining on a tiny Llama of the real class, with grouped queries."""
 
-import os
 import shutil
 import signal
 
@@ -25,9 +24,9 @@ from pytest import approx
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-extras.txt")
 
 import torch
-import torch.nn.functional as F
 from test_train import assert_close_run, assert_same_run, numbers, steps_and_validations
 from tiny_llama import VOCAB, save_model, save_tokenizer, texts
+from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 from data.shards import open_split
@@ -74,7 +73,7 @@ def undisturbed(place, shared_path):
 
 def reference_losses(model, tokens):
     """Return the loss of each token after the first. tokens (B, T)."""
-    return F.cross_entropy(model(tokens[:, :-1]).logits.mT, tokens[:, 1:], reduction="none")
+    return cross_entropy(model(tokens[:, :-1]).logits.mT, tokens[:, 1:], reduction="none")
 
 
 def text_tokens(place, split, count):
@@ -189,7 +188,7 @@ def test_a_resumed_run_equals_the_undisturbed_one_bit_for_bit(after, place, undi
     def stop(self, *args, **options):
         passes.append("per_token" not in options)
         if sum(passes) == 2 * after:  # a step has two micro-batches
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return forward(self, *args, **options)
 
     with monkeypatch.context() as context:

@@ -11,7 +11,7 @@ from commands import fails, parametrize, read_json, refuses, shared, succeeds, u
 from lives import run_ranks
 from numpy.lib.stride_tricks import sliding_window_view as windows
 from pytest import approx
-from test_gpt import make_gpt
+from test_gpt import make_random_gpt
 from test_train import plain_losses, steps_and_validations, train_here, write_shards
 
 from data.shards import open_split
@@ -33,11 +33,8 @@ def stream(data):
     return open_split(data, "val", VOCAB)  # 800 tokens
 
 
-def tiny_model():
-    model = make_gpt("nope", vocab_size=VOCAB, num_layers=2, num_heads=2, model_dim=16, train_length=16)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return model
+SIZES = dict(vocab_size=VOCAB, num_layers=2, num_heads=2, model_dim=16, train_length=16)
+tiny_model = partial(make_random_gpt, "nope", **SIZES)
 
 
 def losses_of(model, lengths, micro_batch_tokens=1000, world=World(0, 1, CPU), **options):

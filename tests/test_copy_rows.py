@@ -1,7 +1,7 @@
 """Copy rows: which rows repeat a segment, and which text stands in the others."""
 
 import numpy as np
-from commands import fails, parametrize, shared, succeeds, table, write_files
+from commands import parametrize, refuses, shared, succeeds, write_files
 from pytest import approx
 from test_text import make_documents, shard_bytes, write_folder
 
@@ -80,18 +80,9 @@ def test_prepared_train_split_holds_the_rows_of_the_natural_split(tmp_path):
     assert "copy_rows" not in read_manifest(natural)
 
 
-@table("arguments, named", """
-    --copy-rows 1                        | copy-rows
-    --copy-rows -0.1                     | copy-rows
-    --copy-rows nan                      | copy-rows
-    --copy-rows 0.5 --row-tokens 15      | row-tokens
-    --copy-rows 0.5 --row-tokens 1000000 | row-tokens
-""")
-def test_a_mistake_is_named_and_writes_no_shards(tmp_path, out, capsys, arguments, named):
-    source = write_folder(tmp_path / "in", make_documents(40))
-    options = f"--tokenizer bpe:300 --val-fraction 0.2 {arguments}".split()
-    fails(capsys, named, main, source, *options, "--out", out)
-    assert not list(out.glob("*.bin*"))
+def test_a_row_is_no_longer_than_the_text():
+    with refuses("row-tokens"):
+        next(rows(TEXT, 0.5, [(10**6, None)]))
 
 
 def test_a_folder_of_source_is_a_document(tmp_path, out):

@@ -1,10 +1,8 @@
 """Stray files and errors of the disk: a command names the file, or it is not disturbed. test_fuzz.py damages files."""
 
-import json
 import shutil
 
-import pytest
-from commands import exit_code, fails, parametrize, read_json, refuses
+from commands import fails, fixture, parametrize, refuses, succeeds, table, update_json
 from tiny_run import arguments
 
 from data import shards
@@ -14,23 +12,19 @@ from scripts import evaluate
 from train_gpt import main as train
 
 
-@pytest.fixture
+@fixture
 def folder(tiny_run, tmp_path):
     """A copy of the folder with `data` and `run`."""
     return shutil.copytree(tiny_run.parent, tmp_path / "copy")
 
 
-MANIFESTS = {  # the message: the manifest
-    "letters_train_000001.bin": lambda m: m.update(vocab_size=9),  # fewer than in the shard
-    "copy_rows": lambda m: m.update(copy_rows=5),
-}
-
-
-@parametrize("named", MANIFESTS)
-def test_a_manifest_of_the_wrong_shape_is_named_with_its_field(named, folder, capsys):
-    manifest = read_json(folder / "data/manifest.json")
-    MANIFESTS[named](manifest)
-    (folder / "data/manifest.json").write_text(json.dumps(manifest))
+@table("named, field, value", """
+    letters_train_000001.bin | vocab_size | 9
+    copy_rows                | copy_rows  | 5
+""")
+def test_a_manifest_of_the_wrong_shape_is_named_with_its_field(named, field, value, folder, capsys):
+    """The vocabulary is smaller than the shard's."""
+    update_json(folder / "data/manifest.json", **{field: int(value)})
     assert "manifest.json" in fails(capsys, named, shards.main, "verify", folder / "data")
     assert "manifest.json" in fails(capsys, named, train, *arguments(folder, "--name new"))
     assert not (folder / "new").exists()
@@ -50,7 +44,7 @@ def test_files_that_resemble_checkpoints_are_left_alone(folder, capsys):
         (checkpoints / name).write_text("stray")
     (checkpoints / "step_000901.pt").mkdir()
     assert list_checkpoints(checkpoints)[0] == newest
-    assert exit_code(evaluate.main, [folder / "run"]) == 0
+    succeeds(evaluate.main, folder / "run")
 
 
 READS = {

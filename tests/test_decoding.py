@@ -1,7 +1,6 @@
 """Decoding with a cache against the full forward pass, for every method; greedy choice, stopping, refusals."""
 
 import torch
-import torch.nn.functional as F
 from attention_cases import assert_near, attend, make_case, parse, random_qkv
 from commands import parametrize, refuses, table
 from test_gpt import make_random_gpt, random_tokens
@@ -89,7 +88,7 @@ def test_a_model_decodes_as_a_method_that_trains_identically(name, other):
 def test_scores_of_a_step_are_not_rounded_to_bfloat16():
     q, k, v = random_qkv(6, 16, 50)
     q, k = 5 * q[:, :, -1:].bfloat16(), k.bfloat16()
-    expected = F.scaled_dot_product_attention(q.double(), k.double(), v)
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v)
     assert_near(attend(make_case("nope", 6), q, k, v.float(), backend="blocks"), expected, 1e-5)
 
 

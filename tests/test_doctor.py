@@ -3,7 +3,7 @@
 import dataclasses
 
 import torch
-from commands import exit_code, fails, parametrize, table
+from commands import exit_code, parametrize, table
 from test_bench import FIELDS as BENCH_FIELDS
 from torch.torch_version import TorchVersion
 
@@ -82,12 +82,3 @@ def test_the_exit_code_depends_on_broken_parts(error, code, monkeypatch, capsys)
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("broken" if code else "ok") and "kernels" in line for line in lines)
     assert any("run:" in line for line in lines)  # the later checks are made all the same
-
-
-@table("arguments, field", """
-    gpt_162m          | gpt_162m
-    mini --stpes 3    | --stpes
-    mini --method rop | rop
-""")
-def test_a_mistake_is_exit_code_2_and_names_the_field(arguments, field, capsys):
-    fails(capsys, field, doctor.main, *arguments.split())

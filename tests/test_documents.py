@@ -1,11 +1,10 @@
 """Tokens far inside their own documents, riffled documents, and attention within documents: models, decoding, runs."""
 
-
 import numpy as np
-import pytest
 import torch
-from attention_cases import assert_near
+from attention_cases import CPU, assert_near
 from commands import exit_code, parametrize, read_json, refuses, succeeds
+from pytest import approx
 from test_decoding import decoded_logits, full_logits
 from test_gpt import make_random_gpt, random_tokens
 from test_train import plain_losses, sequences
@@ -40,7 +39,7 @@ def test_own_context_counts_from_the_document_token_or_the_first_token(share):
 def test_the_loss_on_these_tokens_is_measured_at_the_end_and_by_evaluate(tmp_path, capsys):
     run = train_tiny_run(tmp_path, "--val_lengths 24 240 --train_length 24 --micro_batch_tokens 240")
     summary = read_json(run / "summary.json")
-    config, model = load_run(run, torch.device("cpu"))
+    config, model = load_run(run, CPU)
     stream = open_split(tmp_path / "data", "val", config.vocab_size)
     token = stream.document_token
     text = sequences(stream.read(0, 961), 240)
@@ -49,7 +48,7 @@ def test_the_loss_on_these_tokens_is_measured_at_the_end_and_by_evaluate(tmp_pat
     chosen = np.array([by_counting(row, token) for row in text[:, :-1]]) > 24
     assert 0 < chosen.sum() < chosen.size
     assert summary["val_tokens_own"] == {"240": chosen.sum()}
-    assert summary["val_loss_own"]["240"] == pytest.approx(losses.numpy()[chosen].mean(), abs=1e-5)
+    assert summary["val_loss_own"]["240"] == approx(losses.numpy()[chosen].mean(), abs=1e-5)
     succeeds(evaluate.main, run, "--lengths", 24, 240)
     assert f"{summary['val_loss_own']['240']:.3f} ({chosen.mean():.1%})" in capsys.readouterr().out
 
@@ -59,7 +58,7 @@ def test_riffle_gain_is_the_difference_of_the_losses_of_single_sequences(tmp_pat
     run = train_tiny_run(tmp_path, more)
     succeeds(evaluate.main, run, "--riffle", "--as", "yarn")
     found = read_json(run / "evaluation.json")
-    config, model = load_run(run, torch.device("cpu"))
+    config, model = load_run(run, CPU)
     stream = open_split(tmp_path / "data", "val", config.vocab_size)
     text = stream.read(0, len(stream)).astype(int)
     length = 8 * CHUNKS + 1
@@ -77,8 +76,8 @@ def test_riffle_gain_is_the_difference_of_the_losses_of_single_sequences(tmp_pat
             differences[j, here] += plain_losses(model, row[None]).numpy()[0, -8:]
     for end in (16, 32, 64, 128):
         gains = differences[:, end // 2 : end].mean(axis=1)
-        assert found["riffle_gain"][str(end)] == pytest.approx(gains.mean(), abs=1e-5)
-        assert found["riffle_gain_error"][str(end)] == pytest.approx(gains.std(ddof=1) / count**0.5, rel=1e-3)
+        assert found["riffle_gain"][str(end)] == approx(gains.mean(), abs=1e-5)
+        assert found["riffle_gain_error"][str(end)] == approx(gains.std(ddof=1) / count**0.5, rel=1e-3)
     line = make_line(read_run(run))
     assert all(line[key] == found[key] for key in found if "riffle" in key) and "riffle_gain_as" in found
     assert f"{found['riffle_gain']['128']:.3f} ±" in capsys.readouterr().out
@@ -120,7 +119,7 @@ def test_entropies_within_documents_are_the_means_of_the_documents_alone():
     for part in tokens.tensor_split((tokens[0, 1:] == 0).nonzero().flatten() + 1, dim=1):
         alone = attention_by_layer(model, part, model.plan(part.shape[1]))
         total += part.shape[1] * alone["attention_entropy"]["1"]
-    assert found["attention_entropy"]["1"] == pytest.approx(total / 150, abs=1e-5)
+    assert found["attention_entropy"]["1"] == approx(total / 150, abs=1e-5)
 
 
 @parametrize("name", ["rope", "logn_p_rope", "scale_invariant_p_rope"])
@@ -136,14 +135,14 @@ def test_a_run_trains_and_validates_within_documents(tmp_path):
     for mask in ("off", "train", "val", "both"):
         (tmp_path / mask).mkdir()
         run = train_tiny_run(tmp_path / mask, f"{fields} --document_mask {mask}")
-        config, model = load_run(run, torch.device("cpu"))
+        config, model = load_run(run, CPU)
         stream = open_split(tmp_path / mask / "data", "val", config.vocab_size)
         losses[mask] = read_json(run / "summary.json")["val_loss"]
         for length in (240, 480):
             rows = torch.from_numpy(sequences(stream.read(0, 961), length).astype("int64"))
             token = stream.document_token if mask in ("val", "both") else None
             expected = model(rows[:, :-1], rows[:, 1:], plan=model.plan(length, document_token=token))
-            assert losses[mask][str(length)] == pytest.approx(expected.item(), abs=1e-5)
+            assert losses[mask][str(length)] == approx(expected.item(), abs=1e-5)
     assert len({by_length["480"] for by_length in losses.values()}) == 4
 
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 import yaml
-from attention_cases import parse
-from commands import exit_code, fails, full_disk, parametrize, read_json, refuses, slow, succeeds, write_files
+from attention_cases import CPU, parse
+from commands import exit_code, fails, full_disk, parametrize, read_json, refuses, shared, slow, succeeds, write_files
 from test_decoding import CASES, full_logits, make_model
 from test_gpt import random_tokens
 from test_methods import assert_near
@@ -191,14 +191,13 @@ FIELDS = "--num_layers 2 --val_lengths 240 480 --dtype float32 --method infini_p
 FIELDS += "--method_options segment_length 60"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("export")
-    save_tokenizer(folder / "llama")  # documents begin with <s>
-    return train_tiny_run(folder, FIELDS, tokenizer=folder / "llama")
+@shared
+def run(shared_path):
+    save_tokenizer(shared_path / "llama")  # documents begin with <s>
+    return train_tiny_run(shared_path, FIELDS, tokenizer=shared_path / "llama")
 
 
-@pytest.fixture(scope="module")
+@shared
 def exported(run):
     succeeds(command.main, run)
     return run / "hf"
@@ -242,7 +241,7 @@ torch.save((tokens, logits, new), out)
 def test_it_loads_and_generates_where_the_repository_is_not(run, exported, tmp_path):
     run_elsewhere(tmp_path, LOAD, exported, "out")
     tokens, logits, new = torch.load(tmp_path / "out")
-    _, gpt = load_run(run, torch.device("cpu"))
+    _, gpt = load_run(run, CPU)
     assert_near(logits, full_logits(gpt, tokens), 1e-5)
     assert torch.equal(new[:, 300:], likeliest(gpt, new[:, :-1])[:, 299:])
 
@@ -259,7 +258,7 @@ def test_runs_that_cannot_be_exported_are_refused(run, exported, tmp_path, capsy
     assert not (bare / "hf").exists()
 
 
-@pytest.mark.parametrize("most", [20, 5000])  # bytes of a file: the configuration, or the weights, which Rust writes
+@parametrize("most", [20, 5000])  # bytes of a file: the configuration, or the weights, which Rust writes
 def test_a_full_disk_is_one_line_and_leaves_no_folder(most, run, tmp_path, capsys):
     with full_disk(most):
         assert exit_code(command.main, [run, "--out", tmp_path / "new"]) == 2
@@ -303,7 +302,7 @@ def test_scores_of_the_evaluation_harness_equal_our_model(run, exported, tmp_pat
         monkeypatch.setenv(name, value)
     lm_eval = pytest.importorskip("lm_eval", reason="the harness needs pip install -r requirements-extras.txt")
     tokenizer = load_tokenizer(run.parent / "data")
-    _, gpt = load_run(run, torch.device("cpu"))
+    _, gpt = load_run(run, CPU)
 
     # 1. Our model's log probabilities of the choices, and its answers. A wrong answer replaces the first answer.
     log_p, docs = [], []

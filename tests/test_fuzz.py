@@ -15,7 +15,7 @@ import sys
 import traceback
 
 import pytest
-from commands import ROOT, exit_code, full_disk, write_files
+from commands import ROOT, exit_code, full_disk, parametrize, promise, shared, write_files
 from tiny_run import arguments, train_tiny_run
 
 from data import shards, text
@@ -82,10 +82,11 @@ def outcome(name, folder, commands=COMMANDS):
     return code, parse((folder / file).read_bytes()) if file and code == 0 else out.getvalue(), err.getvalue()
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
+@shared
+def place(shared_path):
     """Return a function that makes the folder of all files anew, always at the same path."""
-    template, folder = tmp_path_factory.mktemp("template"), tmp_path_factory.mktemp("fuzz") / "folder"
+    template, folder = shared_path / "template", shared_path / "folder"
+    template.mkdir()
 
     def make():
         shutil.rmtree(folder, ignore_errors=True)
@@ -212,7 +213,7 @@ WRITERS = COMMANDS | {
 }
 
 
-@pytest.mark.parametrize("name", "evaluate keep resume text shards".split())
+@parametrize("name", "evaluate keep resume text shards".split())
 def test_a_full_disk_is_one_line_that_names_the_file(name, place, monkeypatch):
     folder = place()
     (folder / "log.txt").write_text("abc de " * 50)
@@ -223,7 +224,7 @@ def test_a_full_disk_is_one_line_that_names_the_file(name, place, monkeypatch):
     assert code == 2 and line.startswith(f"error: cannot write {folder}")
 
 
-@pytest.mark.promise(15, "a damaged file gives the right numbers, or one line that names it")
+@promise(15, "a damaged file gives the right numbers, or one line that names it")
 def test_a_mutation_of_any_file_gives_the_right_numbers_or_one_line(place, faults, long):
     rng = random.Random(int(os.environ.get("SEED", 0)))
     truth = {name: outcome(name, place()) for name in COMMANDS}

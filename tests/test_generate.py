@@ -2,9 +2,8 @@
 
 import dataclasses
 
-import pytest
 import torch
-from commands import fails, parametrize, refuses, shared, succeeds, table
+from commands import fails, fixture, parametrize, refuses, shared, succeeds, table
 from tiny_run import train_tiny_run
 
 from data.tokenizer import load_tokenizer
@@ -27,7 +26,7 @@ def tokenizer(run):
     return load_tokenizer(run.parent / "data")
 
 
-@pytest.fixture
+@fixture
 def say(run, capfd):
     """Return a function that continues "ab", and returns stdout."""
 
@@ -81,20 +80,17 @@ def test_text_comes_out_whole_for_any_cut_into_tokens(tokenizer, text):
     assert "".join(parts) == text and not any(generate.INCOMPLETE in part for part in parts)
 
 
-@table("option, value", f"""
-    max-new-tokens | 0
-    max-new-tokens | {MAX_LENGTH}
-    temperature    | -1
-    temperature    | nan
-    top-k          | 0
+@table("prompt, options, named", f"""
+    abc       | --max-new-tokens 0            | max-new-tokens
+    abc       | --max-new-tokens {MAX_LENGTH} | max-new-tokens
+    abc       | --temperature -1              | temperature
+    abc       | --temperature nan             | temperature
+    abc       | --top-k 0                     | top-k
+    caf\udce9 |                               | prompt
+    \ud83d    |                               | prompt
 """)
-def test_wrong_values_are_refused_in_one_line(run, capsys, option, value):
-    fails(capsys, option, generate.main, run, "abc", "--device", "cpu", f"--{option}", value)
-
-
-@parametrize("prompt", ["caf\udce9", "\ud83d"])
-def test_a_prompt_that_is_not_utf8_is_refused(run, capsys, prompt):
-    fails(capsys, "prompt", generate.main, run, prompt, "--device", "cpu")
+def test_a_wrong_value_and_a_prompt_that_is_not_utf8_are_refused_in_one_line(run, capsys, prompt, options, named):
+    fails(capsys, named, generate.main, run, prompt, "--device", "cpu", *options.split())
 
 
 def test_the_tokenizer_is_the_one_of_the_run_in_its_folder_or_in_its_data(run, tmp_path):

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import reference
 import torch
-import torch.nn.functional as F
-from attention_cases import CPU, assert_near, cast, random
+from attention_cases import CPU, assert_near, cast, half_precision, random
 from commands import parametrize, refuses, slow, table
 from pytest import approx
 from test_methods import NAMES
@@ -83,7 +82,7 @@ def test_loss_and_all_gradients_equal_the_plain_form(name, length):
     tokens, targets = random_tokens(length)
     *_, (*_, x) = plain_layers(name, exact, tokens)
     logits = rms_norm(x) @ exact["head"].T  # (B, T, V)
-    expected = F.cross_entropy(logits.mT, targets, reduction="none")
+    expected = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none")
     losses = model(tokens, targets, per_token=True)
     assert losses.dtype == torch.float32
     assert_near(losses, expected, 5e-5)
@@ -165,7 +164,7 @@ def test_bfloat16_gradients_are_near_float32():
     assert sum(errors) / len(errors) < 0.03  # of one LogN scale a head alone, 6 numbers, up to 0.06
 
 
-@parametrize("dtype", [torch.float32, torch.bfloat16])
+@half_precision
 def test_relu_squared_is_as_exact_as_its_roundings(dtype):
     x, dy = cast([3 * random(5001, seed=seed) for seed in (0, 1)], dtype)
     x.data[:3] = torch.tensor([0.0, -0.0, 1e-18])

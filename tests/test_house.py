@@ -8,9 +8,9 @@ import tokenize
 from graphlib import TopologicalSorter
 
 import pytest
-from commands import ROOT
+from commands import ROOT, parametrize
 
-FOLDERS = ("configs", "data", "measure", "model", "optim", "runtime", "scripts")
+FOLDERS = "configs data measure model optim runtime scripts".split()
 CODE = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
 NAMES = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in CODE]
 MODULES = dict(zip(NAMES, CODE))
@@ -87,7 +87,7 @@ def test_imports_go_one_way():
             assert imported <= others | {folder}, path
 
 
-@pytest.mark.parametrize("words", [["check"], ["format", "--check"]], ids=" ".join)
+@parametrize("words", [["check"], ["format", "--check"]], ids=" ".join)
 def test_ruff_finds_nothing_in_committed_files(words):
     if subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout:
         pytest.skip("uncommitted work may look as it likes")

@@ -1,9 +1,8 @@
 """The variables of a launcher are one set: it is possible and complete, or each command ends in one line."""
 
 import numpy
-import pytest
 import torch
-from commands import fails, table, unchanged
+from commands import fails, fixture, table, unchanged
 
 from measure.losses import Losses
 from runtime.processes import Launch, World, read_launch
@@ -11,11 +10,11 @@ from scripts import evaluate, generate
 from scripts.sweep import __main__ as sweep
 from train_gpt import main as train
 
-NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
+NAMES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT SLURM_STEP_NUM_TASKS".split()
 TWO = "RANK=1 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=node1 MASTER_PORT=29500"
 
 
-@pytest.fixture
+@fixture
 def environment(monkeypatch):
     """Return a function that sets the launcher's variables which a text names, and removes the other ones."""
 
@@ -70,13 +69,9 @@ def test_any_other_set_ends_each_command_in_one_line(variables, named, tiny_run,
     TWO MASTER_ADDR= | MASTER_ADDR
     TWO MASTER_PORT= | MASTER_PORT
 """)
-def test_several_processes_need_a_meeting_place(variables, named, tiny_run, environment, capsys):
+def test_several_processes_need_a_meeting_place_and_start_no_sweep(variables, named, tiny_run, environment, capsys):
     environment(variables)
     fails(capsys, named, evaluate.main, tiny_run)
-
-
-def test_a_sweep_is_not_started_by_torchrun(environment, tiny_run, capsys):
-    environment("TWO")
     fails(capsys, "torchrun", sweep.main, "taught", "--runs-dir", tiny_run.parent)
 
 

@@ -8,7 +8,7 @@ import reference
 import scipy.stats
 import torch
 from attention_cases import parse
-from commands import parametrize, refuses, slow
+from commands import parametrize, refuses, rows_of, slow
 from pytest import approx
 from test_gpt import LAYERS, TRAIN_LENGTH, make_gpt, make_random_gpt, plain_layers, random_tokens, rms_norm
 from test_methods import NAMES
@@ -93,8 +93,7 @@ def test_heads_form_at_the_first_checkpoint_above_the_threshold(tmp_path, monkey
     scores = iter([(0.1, 0.2), (0.4, 0.1), (0.2, 0.2), (0.5, 0.2)])  # of the checkpoints of steps 1, 2, 3 and 4
     monkeypatch.setattr(heads, "head_scores", lambda model, tokens: next(scores))
     monkeypatch.setattr(heads, "MILLION", 480)  # tokens a step
-    row = [cell.strip() for cell in heads.far_heads(study).splitlines()[-1].split("|")]
-    assert row[1:-1] == ["RoPE", "2.0", "not"]
+    assert rows_of(heads.far_heads(study))[-1] == ["RoPE", "2.0", "not"]
 
 
 @parametrize("name", NAMES)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import CPU, assert_near, cast, gradients, random
+from attention_cases import CPU, assert_near, cast, gradients, half_precision, random
 from commands import parametrize, slow
 from torch.profiler import profile
 from torch.testing import assert_close
@@ -15,7 +15,6 @@ from model import cpu, loss
 from model.loss import loss_and_grads, mean_loss, plain_cross_entropy, token_losses
 
 PROBLEM = cpu.kernel_problem(CPU, torch.float32)
-half_precision = parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def make(N, C, V, dtype=torch.float32, scale=1.0):

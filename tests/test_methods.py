@@ -244,7 +244,7 @@ def test_logn_starts_with_a_mean_multiplier_of_one_and_tau_where_it_is_set():
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-@table("name, word", """
+@table("case, words", """
     rope+p_rope           | rotation
     logn+p_rope+logn      | query scale
     alibi+scale_invariant | score change
@@ -255,19 +255,24 @@ def test_logn_starts_with_a_mean_multiplier_of_one_and_tau_where_it_is_set():
     rnope_swa             | make_layers
     rope+windw            | window
     scale_invariant_prope | scale_invariant_p_rope
+    scale_invariant_rope tua=tau          |
+    infini_p_rope segment_length=1.5      |
+    p_rope form=wrong                     |
+    alibi slopes=wrong                    |
+    logn_rope context=wrong               |
+    scale_invariant_p_rope tau=0.0        |
+    scale_invariant_p_rope tau=-1.0       |
+    scale_invariant_p_rope tau=inf        |
+    scale_invariant_p_rope tau=nan        |
+    scale_invariant_p_rope tau_ratio=-2.0 |
+    rope+window window=0                  |
+    fire threshold=-3                     |
+    log_offset offset=0.5                 |
+    n_power head_dim=1                    |
 """)
-def test_parts_that_exclude_each_other_or_do_not_exist_are_refused_by_name(name, word):
-    with refuses(word):
-        make(name)
-
-
-@parametrize("case", """scale_invariant_rope tua=tau | infini_p_rope segment_length=1.5 | p_rope form=wrong
-    | alibi slopes=wrong | logn_rope context=wrong | scale_invariant_p_rope tau=0.0 | scale_invariant_p_rope tau=-1.0
-    | scale_invariant_p_rope tau=inf | scale_invariant_p_rope tau=nan | scale_invariant_p_rope tau_ratio=-2.0
-    | rope+window window=0 | fire threshold=-3 | log_offset offset=0.5 | n_power head_dim=1""".split("|"))
-def test_wrong_options_are_refused_by_name_and_value(case):
+def test_wrong_parts_are_refused_by_name_and_wrong_options_by_name_and_value(case, words):
     name, options = parse(case)
-    with refuses(*options, *options.values()):
+    with refuses(words, *options, *options.values()):
         make(name, **{"num_heads": 12} | options)
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import random
+from attention_cases import half_precision, random
 from commands import parametrize, table
 
 from optim import muon
@@ -70,7 +70,7 @@ def test_matrices_of_one_shape_up_to_transposition_share_a_batch(monkeypatch):
     assert sorted(shapes) == [(1, 24, 95), (2, 24, 96), (4, 24, 24)]
 
 
-@parametrize("dtype", [torch.float32, torch.bfloat16])
+@half_precision
 @parametrize("shape", ["64x64", "96x32", "32x96"])
 def test_singular_values_of_the_update_are_near_one(shape, dtype):
     (p,) = make_parameters(shape)

@@ -6,7 +6,6 @@ import shutil
 import pytest
 import reference
 import torch
-import torch.nn.functional as F
 from attention_cases import cast, gradients
 from commands import ROOT, parametrize, python, slow
 from torch.testing import assert_close
@@ -88,7 +87,7 @@ def test_the_attention_interface_runs_whole_models(family, options):
             for use_cache in (False, True)
         )
         assert torch.equal(plain, cached)
-        padded = F.pad(tokens, (3, 0))
+        padded = torch.nn.functional.pad(tokens, (3, 0))
         mask = (padded > 0).long()
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         shown = model(padded, attention_mask=mask, position_ids=positions).logits[:, 3:]

@@ -1,11 +1,10 @@
 """The pages of results/: each number with a name is the number of the kept runs, and the texts are short."""
 
-import json
 import re
 import statistics
 
 import pytest
-from commands import ROOT
+from commands import ROOT, parametrize, read_lines, rows_of, shared, slow
 
 from errors import UserError
 from results import pages
@@ -14,30 +13,25 @@ from scripts.shared.looks import series_label
 from scripts.shared.runs import read_runs
 
 SI = "scale_invariant_p_rope"
-PAPERS_TEN = ["rope", "p_rope", "nope", "rope_ntk", "yarn", "logn_rope", "logn_p_rope", "logn_ntk"]
-PAPERS_TEN += ["alibi slope_scale=1", SI]
+PAPERS_TEN = "rope p_rope nope rope_ntk yarn logn_rope logn_p_rope logn_ntk".split() + ["alibi slope_scale=1", SI]
 LIMITS = {"README.md": 600} | dict.fromkeys(
     "alibi.md tau.md needle.md gaussian.md newer_methods.md other_claims.md quickstart.md small.md".split(), 400
 )
 
 
-def json_lines(name):
-    return [json.loads(line) for line in (ROOT / "results" / name).read_text().splitlines()]
-
-
 def quickstart_lines(seed):
     """Return the kept lines of the methods of the command, by method."""
     chosen = [(method, options, seed) for method, options in METHODS.values()]
-    lines = json_lines("quickstart.jsonl")
+    lines = read_lines(ROOT / "results/quickstart.jsonl")
     return {line["method"]: line for line in lines if (line["method"], line["method_options"], line["seed"]) in chosen}
 
 
-@pytest.fixture(scope="module")
+@shared
 def page():
     return pages.Page(pages.all_numbers())
 
 
-@pytest.mark.slow
+@slow
 def test_each_number_on_a_page_is_the_number_of_the_kept_runs(page):
     for path in sorted([ROOT / "README.md", *(ROOT / "results").rglob("*.md")]):
         text = path.read_text()
@@ -78,8 +72,9 @@ def test_numbers_are_filled_in_place():
 
 
 def test_names_lead_to_the_lines_of_the_runs(page):
-    ours = [line for line in json_lines("taught/runs.jsonl") if (line["method"], line["method_options"]) == (SI, {})]
-    needles = [line["needle"]["greedy"]["1024"] for line in json_lines("mini/runs.jsonl")
+    ours = [line for line in read_lines(ROOT / "results/taught/runs.jsonl")
+            if (line["method"], line["method_options"]) == (SI, {})]
+    needles = [line["needle"]["greedy"]["1024"] for line in read_lines(ROOT / "results/mini/runs.jsonl")
                if (line["preset"], line["method"], line["method_options"]) == ("mini", SI, {})]
     assert len(ours) == 5 and len(needles) == 3
     for name, values in {
@@ -139,7 +134,7 @@ def test_sentences_about_the_order_follow_from_the_runs(page):
                 assert best in (2.5, 10.0), (place, factor)
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@parametrize("name", LIMITS)
 def test_pages_are_short(name):
     words = re.sub("<!--.*?-->", "", (ROOT / "results" / name).read_text()).split()
     assert sum(bool(re.search(r"\w", word)) for word in words) <= LIMITS[name]
@@ -147,10 +142,9 @@ def test_pages_are_short(name):
 
 def test_the_readme_shows_the_kept_quickstart():
     lines = quickstart_lines(0)
-    readme = (ROOT / "README.md").read_text()
+    rows = rows_of((ROOT / "README.md").read_text())
     for name, (method, _) in METHODS.items():
-        (row,) = [line for line in readme.splitlines() if line.startswith(f"| {name} ")]
         losses, gains = lines[method]["val_loss"], lines[method]["copy_gain"]["random"]
         shown = [f"{losses[n]:.3f}" for n in ("256", "1024", "4096")]
         shown += [f"{gains[n]:.1f}" for n in ("128", "512", "1024", "2048")]
-        assert [cell.strip() for cell in row.split("|")[2:-1]] == shown
+        assert [cells for first, *cells in rows if first == name] == [shown]

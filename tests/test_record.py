@@ -8,7 +8,8 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from commands import ROOT, exit_code, one_error
+from commands import ROOT, fails, parametrize, read_json, refuses, shared, slow, succeeds, update_json
+from pytest import approx
 from scipy import stats
 from test_train import FIELDS, make_data
 from tiny_run import sweeps_in_this_process
@@ -27,22 +28,30 @@ KEPT, OURS = ROOT / "results/taught/runs.jsonl", "scale_invariant_p_rope"
 PAGE = ROOT / "results/records/README.md"
 
 
+def our_runs():
+    return [stored for stored in read_runs(KEPT) if series_label(stored.config) == OURS]
+
+
+def lines_of(entry):
+    return [json.loads(line) for line in (entry / "runs.jsonl").read_text().splitlines()]
+
+
 def make_folder(folder):
     folder.mkdir(parents=True)
     (folder / "README.md").write_text("The prediction.")
     return folder
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
+@shared
+def made(shared_path):
     """Return a results folder with the kept runs of track laptop, and an entry that is made of five of them."""
-    results = tmp_path_factory.mktemp("made") / "results"
+    results = shared_path / "results"
     shutil.copytree(KEPT.parent, results / "taught")
-    runs = [stored for stored in read_runs(KEPT) if (stored.config.method, stored.config.method_options) == (OURS, {})]
+    runs = our_runs()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracks, "RESULTS", results)
         patch.setattr(record, "train_seeds", lambda *_: runs)
-        assert exit_code(record.main, ["make", make_folder(results / "records/laptop/2026-12-01_ours")]) == 0
+        succeeds(record.main, "make", make_folder(results / "records/laptop/2026-12-01_ours"))
     return results
 
 
@@ -54,16 +63,16 @@ def entry(made, tmp_path, monkeypatch):
 
 
 def test_an_entry_holds_the_means_of_its_lines(entry):
-    made = json.loads((entry / "record.json").read_text())
-    lines = [json.loads(line) for line in (entry / "runs.jsonl").read_text().splitlines()]
+    made = read_json(entry / "record.json")
+    lines = lines_of(entry)
     copy = statistics.fmean(line["copy_loss"]["random"]["1024"][1] for line in lines)
-    assert made["score"] == pytest.approx(copy + statistics.fmean(line["val_loss"]["4096"] for line in lines))
-    assert made["loss_1x"] == pytest.approx(statistics.fmean(line["val_loss"]["256"] for line in lines))
+    assert made["score"] == approx(copy + statistics.fmean(line["val_loss"]["4096"] for line in lines))
+    assert made["loss_1x"] == approx(statistics.fmean(line["val_loss"]["256"] for line in lines))
     baselines = [record for record in tracks.standing("laptop") if not record["date"] and record["passes"]]
     best = min((record["score"], record["name"]) for record in baselines if not record["knows_n"])[1]
     assert (made["against"], made["wins"], made["passes"]) == (best, False, True) and made["p"] > 0.5
     assert (made["parameters"], made["flops"], made["knows_n"], made["date"]) == (1.0, 1.0, False, "2026-12-01")
-    assert exit_code(record.main, ["check", entry]) == 0
+    succeeds(record.main, "check", entry)
 
 
 def change(*paths, value, seeds=(2,)):
@@ -94,25 +103,23 @@ TAMPERED = {  # part of the message: change of the lines
 }
 
 
-@pytest.mark.parametrize("named", TAMPERED)
+@parametrize("named", TAMPERED)
 def test_a_tampered_line_is_refused(entry, named, capsys):
-    lines = [json.loads(line) for line in (entry / "runs.jsonl").read_text().splitlines()]
+    lines = lines_of(entry)
     TAMPERED[named](lines)
     (entry / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert exit_code(record.main, ["check", entry]) == 2
-    assert named in one_error(capsys)
+    fails(capsys, named, record.main, "check", entry)
 
 
-@pytest.mark.parametrize("named", ["score", "p", "bytes", "README.md"])
+@parametrize("named", ["score", "p", "bytes", "README.md"])
 def test_a_tampered_folder_is_refused(entry, named, capsys):
-    made = json.loads((entry / "record.json").read_text())
-    (entry / "record.json").write_text(json.dumps(made | ({named: 0.001} if named in made else {})))
+    if named in ("score", "p"):
+        update_json(entry / "record.json", **{named: 0.001})
     if named == "bytes":
         (entry / "weights.pt").write_bytes(bytes(300_000))
     if named == "README.md":
         (entry / "README.md").unlink()
-    assert exit_code(record.main, ["check", entry]) == 2
-    assert named in one_error(capsys)
+    fails(capsys, named, record.main, "check", entry)
 
 
 def make_record(name, scores, loss_1x=2.0, knows_n=False, date="", **costs):
@@ -122,7 +129,7 @@ def make_record(name, scores, loss_1x=2.0, knows_n=False, date="", **costs):
 
 
 def test_a_sixth_seed_changes_no_record():
-    runs = [stored for stored in read_runs(KEPT) if (stored.config.method, stored.config.method_options) == (OURS, {})]
+    runs = our_runs()
     sixth = replace(runs[0], config=replace(runs[0].config, seed=5))
     records = tracks.make_records(tracks.TRACKS["laptop"], runs)
     assert len(records) == 1 and tracks.make_records(tracks.TRACKS["laptop"], [sixth, *runs]) == records
@@ -149,12 +156,12 @@ def test_p_and_records_by_plain_numbers():
         "same": (True, "good", False),
     }  # fmt: skip
     ps = {row["name"]: row["p"] for row in records}
-    assert ps["good"] == ps["gate"] == pytest.approx(1 - cumulated, rel=1e-5) and ps["same"] == 1
-    with pytest.raises(ValueError, match="RoPE"):
+    assert ps["good"] == ps["gate"] == approx(1 - cumulated, rel=1e-5) and ps["same"] == 1
+    with refuses("RoPE"):
         tracks.judge({"yarn": records[0]})
 
 
-@pytest.mark.slow
+@slow
 def test_the_committed_board_follows_from_the_committed_runs(tmp_path, monkeypatch):
     shutil.copytree(PAGE.parent, tmp_path / "records")
     for kept in ROOT.glob("results/*/runs.jsonl"):
@@ -162,7 +169,7 @@ def test_the_committed_board_follows_from_the_committed_runs(tmp_path, monkeypat
     rules = PAGE.read_text().partition(record.MARK)[0]
     (tmp_path / "records/README.md").write_text(rules)
     monkeypatch.setattr(tracks, "RESULTS", tmp_path)
-    assert exit_code(record.main, ["table"]) == 0
+    succeeds(record.main, "table")
     assert (tmp_path / "records/README.md").read_bytes() == PAGE.read_bytes() and rules.count("\n") <= 60
 
 
@@ -177,7 +184,7 @@ def test_the_page_argues_for_the_score_with_the_kept_runs():
         row["64x"] = losses.get(16_384)  # exploratory runs may lack it
         found[series_label(stored.config, method)].append(row | {"gain": losses[4096] - gains["1024"]})
     names = ["rope", "rope_ntk", "yarn", "logn_p_rope", OURS, "alibi", *(f"alibi slope_scale={s}" for s in (4, 16))]
-    keys = ("curves", "score", "loss_16x", "64x", "gain", "loss_1x", "copy_4x")
+    keys = "curves score loss_16x 64x gain loss_1x copy_4x".split()
     means = {key: [statistics.fmean(row[key] for row in found[name]) for name in names] for key in keys}
     assert min(means["64x"]) == means["64x"][6] and sorted(means["gain"])[1] == means["gain"][7]
     numbers = [f"{stats.spearmanr(means['curves'], means[key]).statistic:.2f}" for key in keys[1:4]]
@@ -206,15 +213,15 @@ class Future(Replacement):
 NEXT = FUTURE.replace("v.mean(dim=2, keepdim=True).expand_as(q)", "v.roll(-1, dims=2)")  # leaks one token
 
 
-@pytest.mark.parametrize("text, method, named", [
+@parametrize("text, method, named", [
     (FUTURE, "future", "later tokens"), (NEXT, "future,rope,rope", "later tokens"),
     ("import torch", "future", "0 subclasses"),
 ])
 def test_a_file_that_breaks_a_rule_is_not_trained(tmp_path, text, method, named, capsys):
     (tmp_path / "future.py").write_text(text)
     command = ["run", "laptop", "--file", tmp_path / "future.py", "--method", method, "--runs-dir", tmp_path / "runs"]
-    assert exit_code(record.main, command) == 2 and named in one_error(capsys)
-    assert list((tmp_path / "runs").glob("*/taught-*")) == []
+    fails(capsys, named, record.main, *command)
+    assert not [*(tmp_path / "runs").glob("*/taught-*")]
     MECHANISMS.pop("future", None)
 
 
@@ -229,31 +236,31 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(tracks, "GATE", 1e-6)  # two steps change the losses little
     arguments = ["--runs-dir", tmp_path / "runs", "--data_dir", make_data(tmp_path / "text")]
     with sweeps_in_this_process():
-        assert exit_code(record.main, ["run", "laptop", "--method", "rope", *arguments]) == 0
+        succeeds(record.main, "run", "laptop", "--method", "rope", *arguments)
     kept = tmp_path / "results/quickstart/runs.jsonl"
-    assert exit_code(keep.main, [*(tmp_path / "runs").glob("quick*"), "--to", kept]) == 0
+    succeeds(keep.main, *(tmp_path / "runs").glob("quick*"), "--to", kept)
     return arguments
 
 
-@pytest.mark.slow
+@slow
 def test_a_mechanism_from_a_file_becomes_an_entry(tiny, tmp_path, capsys):
     """The README's example, in a folder outside the repository; the first seed in a new process."""
     file = tmp_path / "elsewhere/root.py"
     file.parent.mkdir()
     file.write_text(re.search(r"```python\n(import torch.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
     method = ["--file", file, "--method", "root+p_rope", "--method_options", "slope", "2", *tiny]
-    assert exit_code(record.main, ["run", "laptop", "--seeds", 0, *method]) == 2 and "seeds" in one_error(capsys)
+    fails(capsys, "seeds", record.main, "run", "laptop", "--seeds", 0, *method)
     (first,) = tmp_path.glob("runs/root-*/*/summary.json")
     trained = first.stat().st_mtime_ns
     folder = make_folder(tmp_path / "results/records/laptop/2026-12-01_root")
     with sweeps_in_this_process():
-        assert exit_code(record.main, ["run", "laptop", *method]) == 0
+        succeeds(record.main, "run", "laptop", *method)
         assert "\nagainst: rope\n" in capsys.readouterr().out and first.stat().st_mtime_ns == trained
-        assert exit_code(record.main, ["make", folder, *method]) == 0
-        made = json.loads((folder / "record.json").read_text())
+        succeeds(record.main, "make", folder, *method)
+        made = read_json(folder / "record.json")
         assert (made["method"], made["mechanism"], made["method_options"]) == ("p_rope+root", "root", {"slope": 2})
         assert (folder / "method.py").read_text() == file.read_text() and len(made["scores"]) == 5
-        assert exit_code(record.main, ["check", folder, "--rerun", 1, *tiny]) == 0
+        succeeds(record.main, "check", folder, "--rerun", 1, *tiny)
         (folder / "method.py").write_text(file.read_text().replace("self.slope *", "-9 *"))
-        assert exit_code(record.main, ["check", folder, "--rerun", 1, *tiny]) == 2 and "seed 1" in one_error(capsys)
+        fails(capsys, "seed 1", record.main, "check", folder, "--rerun", 1, *tiny)
     MECHANISMS.pop("root")

@@ -37,7 +37,7 @@ def project(x, weight):
     return torch.einsum("btc,hwc->bhtw", x, weight.double())
 
 
-def wall(method, q, k, v, x):
+def wall(method, q, k, x):
     """Tilde Research 2026: each channel of a product q.k is multiplied by the gates between key and query."""
     weight, bias = method.replacement.weight, method.replacement.bias.double()
     f = sigmoid(project(x, weight.unflatten(0, bias.shape)) + bias[:, None])  # (B, H, T, D)
@@ -47,10 +47,10 @@ def wall(method, q, k, v, x):
         decay = gates.flip(2).cumprod(dim=2).flip(2)  # of the keys 0 to i
         products = q[:, :, i, None] * k[:, :, : i + 1] * decay
         return (products.sum(-1) / q.shape[-1] ** 0.5).softmax(dim=-1)
-    return by_rows(weights, q, k, v)
+    return weights
 
 
-def softplus(method, q, k, v, x):
+def softplus(method, q, k, x):
     """Gao et al. 2025, equations 4 and 5. The rows of their matrix O are 1, but the first three are 0."""
     D = q.shape[-1]
 
@@ -60,10 +60,10 @@ def softplus(method, q, k, v, x):
         A = n * A / A.sum(-1, keepdim=True)
         A = torch.clamp(A - int(i > 2), min=0) ** 15
         return A / A.sum(-1, keepdim=True)
-    return by_rows(weights, q, k, v)
+    return weights
 
 
-def path_bias(method, q, k, v, x):
+def path_bias(method, q, k, x):
     """Zhang et al. 2025, GRAPE-AP as in the authors' code: p_i and p_l, rotated as complex numbers, for each l."""
     H = q.shape[1]
     p = project(x, method.replacement.weight.unflatten(0, (H, 8)))
@@ -77,7 +77,7 @@ def path_bias(method, q, k, v, x):
         steps = alibi_slopes(H)[:, None] * torch.log(sigmoid(products / 8))
         sums = [steps[:, :, j + 1 :].sum(-1) for j in range(i + 1)]
         return (S + torch.stack(sums, dim=-1)).softmax(dim=-1)
-    return by_rows(weights, q, k, v)
+    return weights
 
 
 def sorted_entmax(z):
@@ -91,9 +91,9 @@ def sorted_entmax(z):
     return torch.clamp(z / 2 - threshold.gather(-1, last), min=0) ** 2
 
 
-def nape_entmax(method, q, k, v, x):
+def nape_entmax(method, q, k, x):
     row = nape(method, q, k, x)
-    return by_rows(lambda i, t, S: sorted_entmax(row(i, t, S)), q, k, v)
+    return lambda i, t, S: sorted_entmax(row(i, t, S))
 
 
 FORMULAS = {"wall": wall, "softplus": softplus, "grape_ap": path_bias, "nape_entmax": nape_entmax}
@@ -132,7 +132,7 @@ def test_wall_survives_gates_whose_products_underflow(bias):
     method.replacement.bias.data += bias * random(2, 8, seed=5).abs().float()
     inputs = make_inputs(method, 150, batch=1)
     output = attend(method, *inputs)
-    assert_near(output, wall(method, *cast(inputs, torch.float64)), 1e-5)
+    assert_near(output, by_rows(wall, method, *cast(inputs, torch.float64)), 1e-5)
     assert are_finite(output, [*inputs, *method.parameters()])
 
 

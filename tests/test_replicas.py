@@ -4,6 +4,7 @@ import random
 
 import torch
 import torch._dynamo  # here once, or else in every process by its optimizers
+from attention_cases import CPU, half_precision
 from commands import CORRUPTION, parametrize, refuses, shared
 from lives import flip_bit, run_ranks
 from test_sharded import Trainer, groups
@@ -19,7 +20,7 @@ WORLDS = (2, 3, 4)
 
 def work(rank, world, trials, folder):
     """Return [ranks expected to differ, ranks found, kind of fault] by trial, and the result of newest_whole."""
-    trainer, here = Trainer(rank, world), World(rank, world, torch.device("cpu"))
+    trainer, here = Trainer(rank, world), World(rank, world, CPU)
     *_, unused = parameters = [*trainer.net.parameters()]
     unused.data = unused.data.bfloat16()
     optimizers = trainer.optimizers = Optimizers(groups(trainer.net), rank, world)
@@ -78,7 +79,7 @@ def test_all_ranks_go_on_from_a_checkpoint_that_all_find_whole(results, world):
     assert [newest for _, newest in results[world]] == [(1, ["step_000002.pt"])] * world
 
 
-@parametrize("dtype", [torch.float32, torch.bfloat16])
+@half_precision
 def test_the_checksum_sees_any_bit(dtype):
     tensor = torch.randn(7, 11, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = checksum(tensor)

@@ -8,8 +8,8 @@ import re
 
 import matplotlib.image
 import numpy as np
-import pytest
-from commands import ROOT, exit_code, slow, table, update_json, write_files
+from commands import ROOT, exit_code, fixture, rows_of, slow, table, update_json, write_files
+from pytest import approx
 
 from configs.sweeps import SCALES, SI
 from results import reach
@@ -20,7 +20,6 @@ from scripts.reproduce.tables import paper_targets
 from scripts.shared.looks import series_label, series_name
 from scripts.shared.runs import read_runs
 from scripts.shared.sweeps import all_sweeps, studies, sweep
-from scripts.shared.tables import format_mean
 
 pytestmark = slow
 
@@ -74,7 +73,7 @@ def write_study(runs_dir, item, scale="mini", **options):
     return values
 
 
-@pytest.fixture
+@fixture
 def call(tmp_path, capsys):
     """Runs the command on tmp_path's runs: its exit status and its output."""
 
@@ -85,7 +84,7 @@ def call(tmp_path, capsys):
     return call
 
 
-@pytest.fixture
+@fixture
 def drawn(monkeypatch):
     """Return the panels of each figure by its name. They are not drawn."""
     grids = {}
@@ -106,12 +105,6 @@ def cells_of(text):
     return {first: cells for first, *cells in rows_of(text)}
 
 
-def rows_of(text):
-    """Return the cells of the table rows of a text."""
-    lines = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line[1:-1]] for line in lines]
-
-
 def table_of(text):
     """Return the cells of a text's first table by first cell and head, without bold."""
     (_, *head), *body = rows_of(text[text.index("\n| ") :].split("\n\n")[0])
@@ -119,6 +112,14 @@ def table_of(text):
     for first, *cells in body:
         found |= {(first, name): cell.strip("*") for name, cell in zip(head, cells)}
     return found
+
+
+def assert_cells(output, expected):
+    """Assert cells of a page's first table, one a line: row | column | cell."""
+    found = table_of(output.out)
+    for line in expected.strip().splitlines():
+        name, head, cell = map(str.strip, line.split("|"))
+        assert found[name, head] == cell
 
 
 def assert_missing(output, named):
@@ -194,15 +195,17 @@ def test_missing_lengths_come_from_the_evaluation_or_are_named(tmp_path, call):
     for folder, (name, content) in zip(folders, files):
         write_files(folder, {f"{name}.json": content})
     code, output = call("table_losses --scale mini --methods rope")
-    found = table_of(output.out)
-    assert found["RoPE", "16384 (64x)"] == "6.000 \u00b1 n/a" and found["RoPE", "256 (1x)"] == "4.000 \u00b1 0.000"
-    assert found["RoPE", "seeds"] == "1-3"
+    assert_cells(output, """
+        RoPE | 256 (1x)    | 4.000 \u00b1 0.000
+        RoPE | 16384 (64x) | 6.000 \u00b1 n/a
+        RoPE | seeds       | 1-3
+    """)
     lacking = [f"python -m scripts.evaluate {folder} --lengths 16384" in output.out for folder in folders]
     assert code == 1 and lacking == [False, True, True]
 
 
 def test_unfinished_other_diverged_and_damaged_runs_are_named(tmp_path, call):
-    runs = sweep("table_losses", "mini", seeds=[0], methods=["rope", "p_rope", "nope", "yarn", "alibi"])
+    runs = sweep("table_losses", "mini", seeds=[0], methods="rope p_rope nope yarn alibi".split())
     rope, p_rope, nope, alibi, _ = (write_run(tmp_path / "runs", run, same(run)) for run in runs)
     (rope / "summary.json").unlink()
     update_json(p_rope / "config.json", muon_lr=0.5)
@@ -248,17 +251,20 @@ def test_needle_table(tmp_path, call):
                 summary = None
         write_run(tmp_path / "runs", run, {256: 4.0}, needle=summary)
     code, output = call("table_needle --scale mini --methods alibi rope")
-    found = table_of(output.out)
-    assert found["RoPE", "256 (1x) greedy"] == format_mean(0.8, 0.1)
-    assert found["ALiBi", "1024 (4x) greedy"] == "0.450 \u00b1 n/a" and found["ALiBi", "seeds"] == "1"
-    assert found["RoPE", "256 (1x) teacher forcing"].startswith("0.950")
-    assert found["RoPE", "paper 4k (1x)"].startswith("0.962")
-    assert found["ALiBi", "16384 (64x) greedy"] == "" and found["RoPE", "16384 (64x) greedy"] == "0.100 \u00b1 n/a"
+    assert_cells(output, """
+        RoPE  | 256 (1x) greedy          | 0.800 \u00b1 0.100
+        RoPE  | 256 (1x) teacher forcing | 0.950 \u00b1 0.000
+        RoPE  | 16384 (64x) greedy       | 0.100 \u00b1 n/a
+        RoPE  | paper 4k (1x)            | 0.962 \u00b1 0.003
+        ALiBi | 1024 (4x) greedy         | 0.450 \u00b1 n/a
+        ALiBi | 16384 (64x) greedy       |
+        ALiBi | seeds                    | 1
+    """)
     assert_missing(output, {"alibi-s2": "not fine-tuned", "alibi-s1": "steps 300", "rope-s1": "interrupted"})
     assert code == 1 and f"{SCALES['mini'].needle}" in output.out
     (tmp_path / "out" / "tables.md").unlink()
     _, output = call("table_needle --scale mini --methods yarn")
-    assert table_of(output.out)["YaRN\u2020", "256 (1x) greedy"] == "0.250 \u00b1 0.000"
+    assert_cells(output, "YaRN\u2020 | 256 (1x) greedy | 0.250 \u00b1 0.000")
 
 
 def test_needles_by_distance_are_counted_over_seeds(tmp_path, call):
@@ -300,8 +306,8 @@ def test_curves_are_means_over_seeds(tmp_path, call, drawn):
             curve = curves.pop(series_name(series))
             assert [*curve] == [0, 160, 320, 480, 640]
             for step, (mean, stderr) in curve.items():
-                assert mean == pytest.approx(loss.mean() + 0.1 * (4 - step / 160))
-                assert stderr == pytest.approx(loss.std(ddof=1) / math.sqrt(3))
+                assert mean == approx(loss.mean() + 0.1 * (4 - step / 160))
+                assert stderr == approx(loss.std(ddof=1) / math.sqrt(3))
         assert not curves  # NoPE is in the left panel alone
 
 
@@ -347,13 +353,16 @@ def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
         summary = json.dumps(common | run)
         write_files(tmp_path / "runs" / "continued", {f"{name}/summary.json": summary})
     code, output = call("table_llama")
-    found = table_of(output.out)
-    assert found["RoPE", "4096 (1x)"] == "1.900 \u00b1 n/a" and found["RoPE", "paper 16k (4x)"] == "7.036"
-    assert found["Scale-invariant p-RoPE", "4096 (1x)"] == "2.300 \u00b1 0.100"
-    assert found["Scale-invariant p-RoPE, fastest pairs", "4096 (1x)"] == "2.100 \u00b1 n/a"
-    assert found["Scale-invariant p-RoPE, steps 10", "4096 (1x)"] == "6.000 \u00b1 n/a"
-    assert found["RoPE, steps 95", "4096 (1x)"] == "1.800 \u00b1 n/a"
-    assert found["YaRN", "4096 (1x)"] == "" and found["YaRN", "paper 64k (16x)"] == "8.763"
+    assert_cells(output, """
+        RoPE                                  | 4096 (1x)       | 1.900 \u00b1 n/a
+        RoPE                                  | paper 16k (4x)  | 7.036
+        Scale-invariant p-RoPE                | 4096 (1x)       | 2.300 \u00b1 0.100
+        Scale-invariant p-RoPE, fastest pairs | 4096 (1x)       | 2.100 \u00b1 n/a
+        Scale-invariant p-RoPE, steps 10      | 4096 (1x)       | 6.000 \u00b1 n/a
+        RoPE, steps 95                        | 4096 (1x)       | 1.800 \u00b1 n/a
+        YaRN                                  | 4096 (1x)       |
+        YaRN                                  | paper 64k (16x) | 8.763
+    """)
     assert code == 1 and re.search("- missing.*`text`", output.out)
 
 
@@ -391,14 +400,3 @@ def test_a_section_takes_its_place_among_the_others(tmp_path, call):
     sections = command.read_sections(tmp_path / "out" / "tables.md")
     assert [*sections] == ["table_losses", "figure_sublog", "of_a_command_that_is_gone"]
     assert sections["of_a_command_that_is_gone"].endswith("\nkept\n")
-
-
-@table("argv, named", """
-    table_loss                | table_loss
-    table_losses --scale huge | huge
-    table_losses --stepz 3    | --stepz
-    figure_tau --methods rope | rope
-""")
-def test_wrong_usage_is_one_line(argv, named, call):
-    code, output = call(argv)
-    assert code == 2 and named in output.err.splitlines()[-1] and "Traceback" not in output.err

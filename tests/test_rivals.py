@@ -17,6 +17,7 @@ from attention_cases import (
     attend,
     cast,
     gradients,
+    half_precision,
     make_inputs,
     make_plan,
     parse,
@@ -56,9 +57,9 @@ def make(name, num_heads=2, head_dim=8, **options):
 # ---- the formulas, row by row ----------------------------------------------------------------------------------------
 
 
-def by_rows(weights, q, k, v):
-    """Return the outputs. weights(i, t, S): of the keys 0 to i, with distances t and S = q.k / sqrt(D)."""
-    rows = []
+def by_rows(formula, method, q, k, v, x=None):
+    """Return the outputs. A formula makes weights(i, t, S): of the keys 0 to i, with distances t, S = q.k / sqrt(D)."""
+    rows, weights = [], formula(method, q, k, x)
     for i in range(q.shape[2]):
         products = q[:, :, i, None] * k[:, :, : i + 1]
         S = products.sum(-1) / q.shape[-1] ** 0.5  # (B, H, i + 1)
@@ -164,8 +165,8 @@ def forgetting(method, x):
     return sums[..., None] - sums[:, :, None]
 
 
-def softmax_attention(method, q, k, v, x):
-    """Return the output of softmax attention. Mechanisms change plain logits one by one."""
+def softmax_attention(method, q, k, x):
+    """Return the weights of softmax attention. Mechanisms change plain logits one by one."""
     row = LOGITS.get(method.name, of_rotation_and_scores)(method, q, k, x)
     D = forgetting(method, x) if method.key_bias else None
 
@@ -179,20 +180,20 @@ def softmax_attention(method, q, k, v, x):
             sink = method.sink.logit.double()[:, None].expand(*logits.shape[:2], 1)
             logits = torch.cat((logits, sink), dim=-1)
         return logits.softmax(dim=-1)[..., : i + 1]
-    return by_rows(weights, q, k, v)
+    return weights
 
 
-def broken_stick(method, q, k, v, x):
+def broken_stick(method, q, k, x):
     """Tan et al. 2024, equation 2: keys from the nearest on; the query's own value takes the rest of the stick."""
     def weights(i, t, S):
         beta = F.pad(sigmoid(S[..., :i].flip(-1)), (0, 1), value=1.0)
         left = F.pad(1 - beta, (1, -1), value=1.0).cumprod(dim=-1)  # of the stick, before each
         shares = beta * left
         return torch.cat((shares[..., :i].flip(-1), shares[..., i:]), dim=-1)
-    return by_rows(weights, q, k, v)
+    return weights
 
 
-def with_learned_bias(method, q, k, v, x):
+def with_learned_bias(method, q, k, x):
     """Li et al. 2023, equation 4 and section 3; positions from 0."""
     weight = {name: p.double() for name, p in method.replacement.named_parameters()}
     c, threshold = 0.3 * weight["log_c"].exp(), 11.0 * weight["log_threshold"].exp()
@@ -201,10 +202,10 @@ def with_learned_bias(method, q, k, v, x):
         share = torch.log(c * t + 1) / torch.log(c * threshold.clamp(min=i) + 1)
         hidden = torch.clamp(share[:, None] * weight["slope"] + weight["offset"], min=0)  # (i + 1, WIDTH)
         return (S + (hidden @ weight["output"].T).T).softmax(dim=-1)
-    return by_rows(weights, q, k, v)
+    return weights
 
 
-OUTPUTS = {"fire": with_learned_bias, "stick_breaking": broken_stick}
+WEIGHTS = {"fire": with_learned_bias, "stick_breaking": broken_stick}
 
 
 def gated(method, y, v, x):
@@ -228,7 +229,7 @@ def check_formula(method, formula, length, batch, tolerances):
     """
     exact = cast(cast(make_inputs(method, length, batch), torch.bfloat16), torch.float64)
     leaves = [*exact, *method.double().parameters()]
-    expected = formula(method, *exact)
+    expected = by_rows(formula, method, *exact)
     if method.replacement is None:
         tolerance = 1e-6 if method.name.startswith(("pope", "bam_ssmax")) else 1e-12  # float32: cos and sin, and log n
         plain = plain_attention(method, *exact)
@@ -268,7 +269,7 @@ def test_every_backend_computes_the_formula_of_the_paper(case, batch, num_heads,
     tolerances = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 0.03}
     if name == "n_power":  # its large factors leave too little of bfloat16 to compare
         del tolerances[torch.bfloat16]
-    check_formula(method, OUTPUTS.get(name, softmax_attention), length, batch, tolerances)
+    check_formula(method, WEIGHTS.get(name, softmax_attention), length, batch, tolerances)
 
 
 @parametrize("name", ["fox", "nape"])
@@ -293,7 +294,7 @@ def test_bam_starts_without_preference_and_survives_negative_powers():
     assert_near(attend(method, *exact), attend(make("nope", 4), *exact), 1e-6)
     beta = method.double().score_change.beta
     beta.data = torch.tensor([-3.0, -1.0, 0.5, 3.0]).double()
-    expected = softmax_attention(method, *exact, None)
+    expected = by_rows(softmax_attention, method, *exact)
     truths = gradients(expected, [*exact, beta])
     assert truths[-1].isfinite().all() and truths[-1].all()
     for dtype, backend in [(torch.float32, "cpu"), (torch.float32, "blocks"), (torch.bfloat16, "blocks")]:
@@ -307,7 +308,7 @@ def test_stick_breaking_survives_large_logits():
     q, k, v = random_qkv(2, 8, 130, batch=1)
     inputs = cast([100 * q, k, v], torch.float32)
     output = attend(make("stick_breaking"), *inputs)
-    assert_near(output, broken_stick(None, 100 * q, k, v, None), 1e-5)
+    assert_near(output, by_rows(broken_stick, None, 100 * q, k, v), 1e-5)
     assert are_finite(output, inputs)
 
 
@@ -318,7 +319,7 @@ def test_fire_starts_at_random():
     assert replacement.output.unique().numel() == replacement.output.numel()
 
 
-@parametrize("dtype", [torch.float32, torch.bfloat16])
+@half_precision
 def test_xsa_leaves_an_output_whose_value_is_zero(dtype):
     y, v, _ = cast(random_qkv(2, 8, 5), dtype)
     v.data[:, :, 3] = 0

@@ -1,16 +1,15 @@
 """Statistics, and our studies: the registered tests, and tables against plain numbers of the kept runs."""
 
 import itertools
-import json
 import math
 import re
 import statistics
 
 import numpy as np
-import pytest
-from commands import ROOT, parametrize, slow
+from commands import ROOT, parametrize, read_lines, rows_of, slow
+from pytest import approx
 from scipy.stats import t as student
-from test_reproduce import cells_of, rows_of, table_of
+from test_reproduce import cells_of, table_of
 
 from configs.config import config_hash
 from configs.sweeps import SI
@@ -39,13 +38,13 @@ FAST_MOMENTS, BOTH = f"{SI} form=barbero learn_moments=True share=0.25", f"{SI} 
 
 
 def test_holm_s_correction():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.01, 0.04, 0.03, 0.005]) == approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
 
 
 def two_sided(t, freedom):
     """Return the probability of a Student's t at least as far from 0. Pages round it to six digits."""
-    return pytest.approx(2 * student.sf(abs(t), freedom), rel=1e-5)
+    return approx(2 * student.sf(abs(t), freedom), rel=1e-5)
 
 
 def test_differences_follow_welch_and_need_two_seeds():
@@ -62,7 +61,7 @@ def test_differences_follow_welch_and_need_two_seeds():
         stderr, difference = math.sqrt(sum(parts)), statistics.fmean(values) - statistics.fmean(ours)
         squares = parts[0] ** 2 / (len(values) - 1) + parts[1] ** 2 / 4
         freedom = sum(parts) ** 2 / squares
-        assert [row["difference"], row["stderr"]] == pytest.approx([difference, stderr])
+        assert [row["difference"], row["stderr"]] == approx([difference, stderr])
         assert row["p"] == two_sided(difference / stderr, freedom)
     assert [rope["p_holm"], yarn["p_holm"]] == holm([rope["p"], yarn["p"]])
     assert alibi["stderr"] is alibi["p"] is alibi["p_holm"] is None
@@ -75,7 +74,7 @@ def assert_paired(paired, expected):
     for row in rows:
         values = expected[row["measure"], row["rival"]]
         mean, stderr = mean_and_stderr(values)
-        assert [row["difference"], row["stderr"], row["seeds"]] == pytest.approx([mean, stderr, len(values)])
+        assert [row["difference"], row["stderr"], row["seeds"]] == approx([mean, stderr, len(values)])
         assert row["p"] == two_sided(mean / stderr, len(values) - 1)
     missing = [1.0] * (len(expected) - len(rows))  # too few seeds, but they count in the correction
     assert [row["p_holm"] for row in rows] == holm([row["p"] for row in rows] + missing)[: len(rows)]
@@ -122,9 +121,7 @@ far_again | Recall | {SI} {QUARTER} | logn_p_rope {QUARTER} | values recalled, 8
 documents | The mask | masked | unmasked | {MASKED} |
 documents | The methods with the mask | {SI} {QUARTER} | logn_p_rope; rope | loss, 8192 tokens; far gain, class far |
 """
-RECALLED = {}
-for row in (ROOT / "results/far/recall.jsonl").read_text().splitlines():
-    RECALLED[json.loads(row)["name"]] = json.loads(row)["spread"]["8192"]
+RECALLED = {row["name"]: row["spread"]["8192"] for row in read_lines(ROOT / "results/far/recall.jsonl")}
 STUDIES = {item: module for module in studies() for item in module.TESTS}
 
 
@@ -290,8 +287,8 @@ def test_the_tables_of_far_are_means_of_the_kept_runs():
         differences.append(ours - logn)
     difference = np.mean(differences, axis=0)
     mean, error = map(float, errors["LogN+p-RoPE"][1].split(" ± "))
-    assert mean == pytest.approx(difference.mean(), abs=6e-4)
-    assert error == pytest.approx(difference.std() / 16**0.5, rel=0.1)
+    assert mean == approx(difference.mean(), abs=6e-4)
+    assert error == approx(difference.std() / 16**0.5, rel=0.1)
 
 
 @parametrize("place, item, number, field", [
@@ -320,7 +317,7 @@ def test_tau_by_length_shows_the_kept_runs():
     lines = [run.line for run in read_runs(ROOT / "results/mini/runs.jsonl")]
     text = read_sections(ROOT / "results/mini/tables.md")["tau_by_length"]
     at_1x = {row[1]: row[4] for row in rows_of(text) if row[0] == "256"}
-    assert [*at_1x] == ["0.0391", "0.156", "0.625", "2.5", "10", "40", "learned"]
+    assert [*at_1x] == "0.0391 0.156 0.625 2.5 10 40 learned".split()
     for tau, options in {"10": {}, "0.625": {"tau": 0.625}, "40": {"tau": 40.0}}.items():
         found = [line["val_loss"]["256"] for line in lines
                  if (line["preset"], line["method"], line["method_options"]) == ("mini", SI, options)]  # fmt: skip
@@ -352,4 +349,4 @@ def test_the_slope_of_the_lead_is_that_of_a_line_with_student_s_interval():
     half = student.ppf(0.975, 2) * error
     found = re.findall(r"[+-][\d.]+", slope([*zip(parameters, range(4), leads)]))
     expected = [fitted, fitted - half, fitted + half]
-    assert [*map(float, found)] == pytest.approx(expected, abs=5.1e-4)
+    assert [*map(float, found)] == approx(expected, abs=5.1e-4)

@@ -8,11 +8,10 @@ import signal
 from contextlib import closing
 from unittest.mock import patch
 
-import pytest
 from commands import (
     environment,
     exit_code,
-    fails,
+    fixture,
     is_alive,
     names,
     read_json,
@@ -67,7 +66,7 @@ def tuning(*arguments, **fields):
     return options(*arguments, sweep="table_needle", **fields)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@fixture(autouse=True, scope="module")
 def one_thread():
     with patch.dict(os.environ, environment()):
         yield
@@ -118,7 +117,7 @@ def finished(data, shared_path):
     return runs, out
 
 
-@pytest.fixture
+@fixture
 def copied(finished, tmp_path):
     return shutil.copytree(finished[0], tmp_path / "runs")
 
@@ -268,7 +267,7 @@ def test_c4_is_fetched_once_before_anything_is_trained(data, tmp_path, monkeypat
     assert calls == ["train", "val", 2]
 
 
-# ---- devices and the command line ------------------------------------------------------------------------------------
+# ---- devices ---------------------------------------------------------------------------------------------------------
 
 
 @table("gpus, visible, at_once, gpus_per_run, device, expected", """
@@ -291,21 +290,3 @@ def test_runs_get_gpus_or_share_the_cores(monkeypatch, gpus, visible, at_once, g
     else:
         cores = len(os.sched_getaffinity(0))
         assert len(found) == min(cores, 9) and all(int(f["OMP_NUM_THREADS"]) * len(found) <= cores for f in found)
-
-
-@table("argv, named", """
-    table_loses                         | table_losses
-    table_losses --name mine            | --name
-    figure_304m --methods rope          | rope
-    table_losses --method_options tua 3 | tua
-    figure_tau --seed 7                 | --seed
-    table_losses --jobs 0               | --jobs
-    table_losses --gpus-per-run 999     | --gpus-per-run
-    all --needle step=3                 | 'step'
-    all --needle haystack=shard         | 'shard'
-    table_losses --needle steps=3       | --needle
-    table_losses --muon_lr -1           | muon_lr
-""")
-def test_wrong_arguments_are_one_line_and_train_nothing(tmp_path, capsys, argv, named):
-    fails(capsys, named, sweep_command.main, *argv.split(), "--runs-dir", tmp_path / "runs")
-    assert not list(tmp_path.glob("runs/*.log"))

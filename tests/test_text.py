@@ -156,7 +156,7 @@ def test_every_kind_of_file_is_read_in_a_folder_and_by_name(tmp_path, kind):
 
 
 def test_what_a_folder_leaves_out_is_counted(tmp_path, capsys, monkeypatch):
-    write_files(tmp_path, dict.fromkeys(["a.md", "b.md", "c.json", "d.txt.xz", "in/e.txt", "README"], "x"))
+    write_files(tmp_path, dict.fromkeys("a.md b.md c.json d.txt.xz in/e.txt README".split(), "x"))
     (tmp_path / "linked").symlink_to(tmp_path / "in")
     (tmp_path / "locked").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "locked")
@@ -309,6 +309,10 @@ def bad(folder):
     bad/rows.txt   |                             | rows.txt
     bad/crc.txt.gz |                             | crc.txt.gz
     bad/not.txt.gz |                             | not.txt.gz
+    in             | --copy-rows 1               | copy-rows
+    in             | --copy-rows -0.1            | copy-rows
+    in             | --copy-rows nan             | copy-rows
+    in             | --copy-rows 0.5 --row-tokens 15 | row-tokens
     in             | --out {bad}/../out          | bad/../out
 """)
 def test_mistakes_are_one_line_and_write_nothing(folder, bad, out, capsys, text, arguments, named):

@@ -79,5 +79,5 @@ def test_the_printed_decades_are_the_papers_claim(capsys):
     """A share is a sum of 1 / (10 + t), because exp(m_t + a_t^2 / 2) is e^0.5 / (1 + t/10)."""
     main()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert rows[1] == ["10", "1.545", "-1.386", "18.6%", "0.09%"]
-    assert [row[3] for row in rows] == ["6.7%", "18.6%", "24.0%", "24.8%", "24.9%"]
+    assert rows[1] == "10 1.545 -1.386 18.6% 0.09%".split()
+    assert [row[3] for row in rows] == "6.7% 18.6% 24.0% 24.8% 24.9%".split()

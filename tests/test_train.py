@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from commands import ROOT, TWO_RANKS, fails, names, parametrize, python, read_json, slow, succeeds, table, unchanged
+from commands import ROOT, fails, names, parametrize, python, read_json, slow, succeeds, table, unchanged
 from pytest import approx
 from test_optim import reference_muon
 from torch.nn.functional import cross_entropy
@@ -365,35 +365,34 @@ def test_finished_run_is_not_repeated(data, copied, capsys):
 # ---- micro-batches, and shorter sequences first ----------------------------------------------------------------------
 
 
-@parametrize("tokens", [16, 48, 128])  # 8, 3 and 1 micro-batches, the second kind uneven
-def test_losses_do_not_depend_on_the_micro_batch(data, finished, tmp_path, tokens):
-    assert_close_run(train_here(data, tmp_path, f"--micro_batch_tokens {tokens}"), finished)
+def test_losses_do_not_depend_on_the_micro_batch(data, finished, tmp_path):
+    """Three micro-batches, the last one smaller."""
+    assert_close_run(train_here(data, tmp_path, "--micro_batch_tokens 48"), finished)
 
 
-@slow
-def test_a_length_schedule_trains_on_the_same_tokens_on_any_number_of_processes(data, finished, tmp_path):
-    folder = train_here(data, tmp_path / "one", SCHEDULE)
+def test_a_length_schedule_trains_on_the_same_tokens(data, finished, tmp_path):
+    folder = train_here(data, tmp_path, SCHEDULE)
     first, second = (steps_and_validations(f)[0] for f in (folder, finished))
     assert [r["tokens"] for r in first] == [r["tokens"] for r in second]
     assert first[0]["train_loss"] == approx(second[0]["train_loss"], rel=1e-5)  # layers add 0 at first
     assert first[5]["grad_norm"] != approx(second[5]["grad_norm"], rel=1e-5)  # less context
-    assert_close_run(train(data, tmp_path / "two", SCHEDULE, TWO_RANKS), folder)
 
 
 # ---- mistakes of a user ----------------------------------------------------------------------------------------------
 
 
 @table("more, named", """
-    --data_dir nowhere                    | nowhere
-    --vocab_size 32                       | vocab_size
-    --method scale_invarient_rope         | scale_invariant_rope
-    --method rope --method_options bass 2 | base
-    --muon_rl 0.1                         | --muon_lr
-    --train_length 24                     | train_length
-    --val_lengths 16 48                   | 48
-    --val_tokens 1024                     | 768
-    --val_copy_gaps 1000000               | 1000000
-    --init_from nowhere                   | --init_from
+    --data_dir nowhere                     | nowhere
+    --vocab_size 32                        | vocab_size
+    --method scale_invarient_rope          | scale_invariant_rope
+    --method rope --method_options bass 2  | base
+    --muon_rl 0.1                          | --muon_lr
+    --train_length 24                      | train_length
+    --val_lengths 16 48                    | 48
+    --val_tokens 1024                      | 768
+    --val_copy_gaps 1000000                | 1000000
+    --init_from nowhere                    | --init_from
+    --attention_backend flex --val_every 0 | attention_backend
 """)
 def test_wrong_field_is_one_line_and_no_run_folder(data, tmp_path, capsys, more, named):
     """The validation text has 768 tokens."""
@@ -493,11 +492,7 @@ def test_checkpoints_of_other_commands_are_refused(data, copied, tmp_path, capsy
     fails(capsys, "step_000021.pt", train_gpt.main, *arguments(data, tmp_path / "new", f"--init_from {copied}"))
 
 
-@table("more, named", """
-    --steps 1 --cooldown_steps 0 --head_lr 1e38 --val_lengths 16 | step
-    --attention_backend flex --val_every 0                       | attention_backend
-""")
-def test_a_run_whose_weights_are_spoilt_or_get_no_gradients_does_not_finish(data, tmp_path, capsys, more, named):
-    """The last update spoils them. FlexAttention has no gradients on a CPU."""
-    fails(capsys, named, train_gpt.main, *arguments(data, tmp_path, more))
+def test_a_run_whose_last_update_spoils_the_weights_does_not_finish(data, tmp_path, capsys):
+    more = "--steps 1 --cooldown_steps 0 --head_lr 1e38 --val_lengths 16"
+    fails(capsys, "step", train_gpt.main, *arguments(data, tmp_path, more))
     assert not (tmp_path / "run/summary.json").exists()
