@@ -49,7 +49,7 @@ def test_the_code_does_not_grow():
     assert count(MODULES.values()) <= 95_000
     assert count(TESTS) <= 100_000
     assert [path for path in MODULES.values() if ROOT / "model" not in path.parents and count([path]) > 2_450] == []
-    assert len([path for path in (ROOT / "results").rglob("*") if path.is_file()]) <= 100
+    assert len([path for path in (ROOT / "results").rglob("*") if path.is_file()]) <= 105
 
 
 def test_a_line_is_one_step_of_thought():
