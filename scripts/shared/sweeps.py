@@ -77,9 +77,9 @@ def sweep(
 
     runs = {}  # by hash, because sweeps can share runs
     for run in planned:
-        run = add_changes(name, run, changes or {})
-        if methods and {run.config.method, *run.config.validate_as}.isdisjoint(methods):
+        if methods and {canonical_name(run.config.method), *run.config.validate_as}.isdisjoint(methods):
             continue
+        run = add_changes(name, run, changes or {})
         identity = config_hash(run.config)
         first = runs.setdefault(identity, run)
         if run.needle:  # one sweep that fine-tunes a run is enough
