@@ -8,7 +8,7 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from commands import ROOT, fails, parametrize, read_json, refuses, shared, slow, succeeds, update_json
+from commands import ROOT, fails, parametrize, read_json, read_lines, refuses, shared, slow, succeeds, update_json
 from pytest import approx
 from scipy import stats
 from test_train import FIELDS, make_data
@@ -30,10 +30,6 @@ PAGE = ROOT / "results/records/README.md"
 
 def our_runs():
     return [stored for stored in read_runs(KEPT) if series_label(stored.config) == OURS]
-
-
-def lines_of(entry):
-    return [json.loads(line) for line in (entry / "runs.jsonl").read_text().splitlines()]
 
 
 def make_folder(folder):
@@ -64,7 +60,7 @@ def entry(made, tmp_path, monkeypatch):
 
 def test_an_entry_holds_the_means_of_its_lines(entry):
     made = read_json(entry / "record.json")
-    lines = lines_of(entry)
+    lines = read_lines(entry / "runs.jsonl")
     copy = statistics.fmean(line["copy_loss"]["random"]["1024"][1] for line in lines)
     assert made["score"] == approx(copy + statistics.fmean(line["val_loss"]["4096"] for line in lines))
     assert made["loss_1x"] == approx(statistics.fmean(line["val_loss"]["256"] for line in lines))
@@ -105,7 +101,7 @@ TAMPERED = {  # part of the message: change of the lines
 
 @parametrize("named", TAMPERED)
 def test_a_tampered_line_is_refused(entry, named, capsys):
-    lines = lines_of(entry)
+    lines = read_lines(entry / "runs.jsonl")
     TAMPERED[named](lines)
     (entry / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     fails(capsys, named, record.main, "check", entry)
