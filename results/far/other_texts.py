@@ -4,8 +4,9 @@
     python -m scripts.evaluate RUNS --data data/books_for_far --lengths 512 2048 8192 --val-tokens 262144
     python -m results.far.other_texts RUNS
 
-books/ has a few of the books; docs_for_far is made in the same way. A line has the fingerprint of its text. It replaces
-the line of the same run and text. The text's name is that of its folder, up to the first "_".
+The books and the documentation of the first lines were not recorded. results/growth/README.md names the handbook and
+the novel. A line has the fingerprint of its text. It replaces the line of the same run and text. The text's name is
+that of its folder, up to the first "_".
 """
 
 import functools
