@@ -9,7 +9,7 @@ import re
 import matplotlib.image
 import numpy as np
 from commands import ROOT, exit_code, fixture, rows_of, slow, table, update_json, write_files
-from pytest import approx
+from pytest import approx, raises
 
 from configs.sweeps import SCALES, SI
 from results import reach
@@ -18,7 +18,7 @@ from scripts.reproduce import figures, needles
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets
 from scripts.shared.looks import series_label, series_name
-from scripts.shared.runs import read_runs
+from scripts.shared.runs import final_losses, read_runs
 from scripts.shared.sweeps import all_sweeps, studies, sweep
 
 pytestmark = slow
@@ -215,6 +215,13 @@ def test_unfinished_other_diverged_and_damaged_runs_are_named(tmp_path, call):
     assert code == 1 and used(output) == [1, 5]
     named = {"rope-s0": "interrupted", "p_rope-s0": "muon_lr", "nope-s0": "summary.json", "alibi-s0": "config"}
     assert_missing(output, named)
+
+
+def test_two_runs_of_one_series_and_seed_are_no_mean():
+    study = Study("table_losses", "mini", ROOT, read_runs(ROOT / "results/mini/runs.jsonl"))
+    study.finished += study.finished[:1]
+    with raises(ValueError, match=study.finished[0][0].config.method):
+        study.by_seed(final_losses)
 
 
 def test_all_seeds_that_there_are_count_unless_some_are_asked_for(tmp_path, call):

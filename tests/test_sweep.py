@@ -189,18 +189,19 @@ def test_failed_runs_are_tried_again_users_errors_are_not_and_the_others_finish(
     assert fine == [] and {path.stem for path in tmp_path.glob("*.log")} == {"broken", "refused"}
 
 
-@table("code, marks, outcome", """
-    75 |                    | interrupted
-    0  | interrupted        | interrupted
-    1  | interrupted        | interrupted
-    1  | interrupted failed | failed
-    2  | interrupted        | refused
-    -9 |                    | failed
+@table("code, marks, log, outcome", """
+    75 |                    |                  | interrupted
+    0  | interrupted        |                  | interrupted
+    1  | interrupted        | SignalException  | interrupted
+    1  | interrupted        | ChildFailedError | failed
+    1  | interrupted failed |                  | failed
+    2  | interrupted        |                  | refused
+    -9 |                    | step 3           | failed
 """)
-def test_outcomes_by_exit_code(tmp_path, code, marks, outcome):
-    """Under torchrun, an interrupted run ends with 0 or 1. Both marks: another rank failed, and rank 0 was stopped."""
+def test_outcomes_by_exit_code(tmp_path, code, marks, log, outcome):
+    """Under torchrun, an interrupted run ends with 0 or 1. ChildFailedError, or both marks: another rank failed."""
     run = tmp_path / "run"
-    write_files(run, dict.fromkeys(["../run.log", *marks.split()], "step 3\n"))
+    write_files(run, dict.fromkeys(["../run.log", *marks.split()], log))
     assert local.record_outcome(run, run, int(code)) == outcome
     assert len(failures(run)) == (outcome in ("failed", "refused"))
 

@@ -12,6 +12,7 @@ from configs.config import config_hash
 from configs.presets import preset
 from configs.runs import Run
 from configs.sweeps import SCALES
+from errors import require
 from scripts.shared.looks import named, series_label
 from scripts.shared.runs import StoredRun, single_val_tokens
 from scripts.shared.states import find_stored, run_state
@@ -85,13 +86,17 @@ class Study:
     def by_seed(self, read: Callable) -> dict:
         """Return numbers of the finished runs: {(series, key): BySeed}.
 
-        read: a function from a summary and a method (see `series`) to {key: number}.
+        read: a function from a summary and a method (see `series`) to {key: number}. Raise ValueError for two runs
+        with the same series and seed.
         """
         found = collections.defaultdict(dict)
         for run, stored in self.finished:
+            seed = run.config.seed
             for series, method in self.series(run).items():
                 for key, number in read(stored.summary, method).items():
-                    found[series, key][run.config.seed] = number
+                    problem = f"two runs are {series}, seed {seed}. Write a table of your own for them."
+                    require(seed not in found[series, key], problem)
+                    found[series, key][seed] = number
         return found
 
     @property

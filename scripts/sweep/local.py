@@ -66,15 +66,18 @@ def record_outcome(path: Path, locked: Path, code: int) -> str:
     locked: the folder that the process locked. code: exit code. Outcomes: "finished", "interrupted" (can be resumed),
     "failed", and "refused" (a user's mistake, so another attempt would fail too).
     """
-    marked = (locked / "interrupted").exists() and not (locked / "failed").exists()  # torchrun passes no exit codes on
-    if code == INTERRUPTED or marked and code != USER_ERROR:
-        return "interrupted"
+    # 1. torchrun passes no exit codes on. If a rank dies, torchrun stops the others, and rank 0 may mark a signal.
     log = sidecar(path, ".log")
+    text = log.read_text(errors="replace")
+    marked = (locked / "interrupted").exists() and not (locked / "failed").exists()
+    if code == INTERRUPTED or marked and code != USER_ERROR and "ChildFailedError" not in text:
+        return "interrupted"
+
+    # 2. The end of the log has the reason.
     if code == 0:
         log.unlink(missing_ok=True)
         sidecar(path, ".failures.txt").unlink(missing_ok=True)
         return "finished"
-    text = log.read_text(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no output"]
     errors = [line for line in lines if re.search(r"[eE]rror: ", line)]  # torchrun's table comes after these
     when = datetime.datetime.now().isoformat(timespec="seconds")
