@@ -14,7 +14,8 @@ names the numbers of the columns. Then each row needs only what completes the na
 column in turn. A cell without a digit stays, as does a cell with a comment of its own. Numbers are means over seeds:
 
     loss PLACE LENGTH SERIES         validation loss in nats per token
-    late PLACE LENGTH SERIES         the same at positions from half of the training length on
+    orders taught LENGTH SERIES      the same of seed 0, over orders of the data (data_seed)
+    late PLACE LENGTH SERIES         loss at positions from half of the training length on
     copy PLACE GAP SERIES            copy gain of random tokens in nats
     recovery PLACE GAP SERIES        copy gain over copy gain within the training length (measure/copy_gain.py)
     far_gain PLACE CLASS SERIES      far gain in nats of a class of tokens
@@ -26,7 +27,7 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     tokens PLACE SERIES              training tokens; also: parameters, val_tokens
     NAME - NAME                      difference within the seeds that both have
     stderr NAME [- NAME]             standard error over seeds of one of these numbers, or of their difference
-    seeds NAME [- NAME]              its number of seeds
+    seeds NAME [- NAME]              its number of seeds; also: sd (standard deviation), lowest, highest
     p PLACE TITLE MEASURE SERIES     p-value after Holm's correction, of a section of PLACE/tables.md; its format is "p"
     p PLACE all TITLE ...            the same after one correction over all tests of the study
     test PLACE TITLE MEASURE SERIES  the mean difference of this test
@@ -43,10 +44,11 @@ LENGTH and GAP are in tokens.
 import collections
 import json
 import re
+import statistics
 from pathlib import Path
 
 from configs.sweeps import SI
-from errors import require
+from errors import exit_on_user_error, require
 from files import replace_text
 from scripts.reproduce.comparisons import differences, format_p, holm
 from scripts.reproduce.study import Study
@@ -87,7 +89,17 @@ def all_numbers() -> dict:
     for line in map(json.loads, (RESULTS / "smollm2/continued.jsonl").read_text().splitlines()):
         for length, loss in line["after"]["val_loss"].items() if "name" in line else ():
             numbers[f"continued {length} {line['name']}"] = {0: loss}
-    return numbers | {name: {0: number} for name, number in comparisons().items()}
+    return numbers | losses_by_order() | {name: {0: number} for name, number in comparisons().items()}
+
+
+def losses_by_order() -> dict:
+    """Return the losses of seed 0 at `taught` by name, then by order of the data."""
+    found = collections.defaultdict(dict)
+    for stored in read_runs(RESULTS / "taught/runs.jsonl"):
+        if stored.config.seed == 0:
+            for length, loss in final_losses(stored.summary).items():
+                found[f"orders taught {length} {series_label(stored.config)}"][stored.config.data_seed] = loss
+    return found
 
 
 def numbers_of_run(file: Path, stored: StoredRun) -> dict:
@@ -157,6 +169,13 @@ def open_study(item: str, scale: str, place: str) -> Study:
 NUMBER = re.compile(r"(< )?[+-]?\d+(,\d{3})*(\.\d+)?")
 NAMED_NUMBER = re.compile(rf"<!--([^|:>]+):([^|:>]+)-->(?:{NUMBER.pattern})?")
 ROW = re.compile(r"<!--([^|:>]+)-->")  # the comment of a row
+STATISTICS = {
+    "stderr": lambda values: mean_and_stderr(values)[1],
+    "seeds": len,
+    "sd": statistics.stdev,
+    "lowest": min,
+    "highest": max,
+}
 
 
 class Page:
@@ -170,13 +189,13 @@ class Page:
         for short, whole in SHORT.items():
             name = re.sub(rf"\b{short}\b", whole, name)
         kind, _, rest = name.partition(" ")
-        names = (rest if kind in ("stderr", "seeds") else name).split(" - ")
+        names = (rest if kind in STATISTICS else name).split(" - ")
         for each in names:
             require(each in self.numbers, f"No kept run has the number {each!r}. Correct its name on the page.")
         first, *others = (self.numbers[each] for each in names)
         shared = [seed for seed in first if all(seed in other for other in others)]
-        mean, stderr = mean_and_stderr([first[seed] - sum(other[seed] for other in others) for seed in shared])
-        return {"stderr": stderr, "seeds": len(shared)}.get(kind, mean)
+        differences = [first[seed] - sum(other[seed] for other in others) for seed in shared]
+        return STATISTICS.get(kind, statistics.fmean)(differences)
 
     def show(self, name: str, form: str) -> str:
         """Return the number in its format."""
@@ -208,7 +227,12 @@ class Page:
         return "|".join(cells)
 
 
-if __name__ == "__main__":
+@exit_on_user_error()
+def main():
     page = Page(all_numbers())
     for path in [RESULTS.parent / "README.md", *sorted(RESULTS.rglob("*.md"))]:
         replace_text(path, page.fill(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
