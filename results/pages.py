@@ -18,7 +18,7 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     late PLACE LENGTH SERIES         loss at positions from half of the training length on
     copy PLACE GAP SERIES            copy gain of random tokens in nats
     recovery PLACE GAP SERIES        copy gain over copy gain within the training length (measure/copy_gain.py)
-    far_gain PLACE CLASS SERIES      far gain in nats of a class of tokens
+    far_gain PLACE CLASS SERIES      far gain in nats of a class of tokens, or of all
     elsewhere PLACE TEXT LENGTH SERIES loss on other text (results/far/other_texts.py)
     recall PLACE TASK LENGTH SERIES  share of values recalled (results/far/recall.py)
     riffle PLACE END SERIES          riffle gain in nats, of the octave of positions that ends there
@@ -31,12 +31,14 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     p PLACE TITLE MEASURE SERIES     p-value after Holm's correction, of a section of PLACE/tables.md; its format is "p"
     p PLACE all TITLE ...            the same after one correction over all tests of the study
     test PLACE TITLE MEASURE SERIES  the mean difference of this test
+    tests PLACE                      the number of all tests of the study
     paper TABLE LENGTH SERIES        a number of the paper
     extended OCTAVE MODEL METHOD     loss of SmolLM2 at these positions, mean over texts (smollm2/extended.jsonl)
     extended copy GAP MODEL METHOD   its copy gain at this distance
     continued LENGTH MODEL           its validation loss after training (smollm2/continued.jsonl)
 
-PLACE is a preset, a key of CHANGES, or NAMED. SERIES is a label of scripts.shared.looks.series_label, with the words of
+PLACE is a preset, a key of CHANGES, or NAMED; growth_WIDTH: the runs of growth; far_same: the runs of `far` with the
+seeds of growth_128. SERIES is a label of scripts.shared.looks.series_label, with the words of
 SHORT, and perhaps "masked" (document_mask) and "order=1" (data_seed). In NAMED, it is the run's name without its seed.
 LENGTH and GAP are in tokens.
 """
@@ -89,6 +91,11 @@ def all_numbers() -> dict:
     for line in map(json.loads, (RESULTS / "smollm2/continued.jsonl").read_text().splitlines()):
         for length, loss in line["after"]["val_loss"].items() if "name" in line else ():
             numbers[f"continued {length} {line['name']}"] = {0: loss}
+    for name, by_seed in [*numbers.items()]:
+        if " growth_128 " in name:
+            shorter = numbers.get(name.replace(" growth_128 ", " far "), {})
+            same = {seed: shorter[seed] for seed in by_seed if seed in shorter}
+            numbers |= {name.replace(" growth_128 ", " far_same "): same} if same else {}
     return numbers | losses_by_order() | {name: {0: number} for name, number in comparisons().items()}
 
 
@@ -156,6 +163,7 @@ def comparisons() -> dict:
                     found[f"test {home} {name}"] = row["difference"]
                     uncorrected[f"p {home} all {name}"] = row["p"]
         found |= zip(uncorrected, holm([*uncorrected.values()]))
+        found[f"tests {home}"] = len(uncorrected)
     return found
 
 

@@ -97,8 +97,12 @@ COPIES = 1.0  # nats; a model copies once its copy gain of random spans is above
 
 
 def far_gains(summary: dict, method: str | None = None) -> dict[str, float]:
-    """Return the far gain in nats by class of tokens. method: as in `measured`."""
-    return measured(summary, "far_gain", method)
+    """Return the far gain in nats by class of tokens, and of all tokens. method: as in `measured`."""
+    gains = measured(summary, "far_gain", method)
+    if not gains:
+        return {}
+    counts = [summary["far_tokens"][name] for name in gains]
+    return gains | {"all": float(np.average([*gains.values()], weights=counts))}
 
 
 def late_losses(summary: dict, method: str | None, first: int) -> dict[int, float]:
