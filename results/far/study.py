@@ -99,10 +99,11 @@ COPIES = 1.0  # nats; a model copies once its copy gain of random spans is above
 def far_gains(summary: dict, method: str | None = None) -> dict[str, float]:
     """Return the far gain in nats by class of tokens, and of all tokens. method: as in `measured`."""
     gains = measured(summary, "far_gain", method)
-    if not gains:
-        return {}
-    counts = [summary["far_tokens"][name] for name in gains]
-    return gains | {"all": float(np.average([*gains.values()], weights=counts))}
+    counts = summary.get("far_tokens")
+    if not gains or not counts:
+        return gains
+    weights = [counts[name] for name in gains]
+    return gains | {"all": float(np.average([*gains.values()], weights=weights))}
 
 
 def late_losses(summary: dict, method: str | None, first: int) -> dict[int, float]:
