@@ -26,6 +26,7 @@ from scripts.shared.runs import final_losses, read_runs
 
 KEPT, OURS = ROOT / "results/taught/runs.jsonl", "scale_invariant_p_rope"
 PAGE = ROOT / "results/records/README.md"
+EXAMPLE = re.search(r"```python\n(import torch.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
 
 
 def our_runs():
@@ -107,7 +108,7 @@ def test_a_tampered_line_is_refused(entry, named, capsys):
     fails(capsys, named, record.main, "check", entry)
 
 
-@parametrize("named", ["score", "p", "bytes", "README.md"])
+@parametrize("named", ["score", "p", "bytes", "README.md", "root", "month"])
 def test_a_tampered_folder_is_refused(entry, named, capsys):
     if named in ("score", "p"):
         update_json(entry / "record.json", **{named: 0.001})
@@ -115,6 +116,11 @@ def test_a_tampered_folder_is_refused(entry, named, capsys):
         (entry / "weights.pt").write_bytes(bytes(300_000))
     if named == "README.md":
         (entry / "README.md").unlink()
+    if named == "root":  # a mechanism that the runs do not have
+        (entry / "method.py").write_text(EXAMPLE)
+        update_json(entry / "record.json", mechanism=named)
+    if named == "month":
+        entry = entry.rename(entry.with_name("2026-13-01_ours"))
     fails(capsys, named, record.main, "check", entry)
 
 
@@ -243,7 +249,7 @@ def test_a_mechanism_from_a_file_becomes_an_entry(tiny, tmp_path, capsys):
     """The README's example, in a folder outside the repository; the first seed in a new process."""
     file = tmp_path / "elsewhere/root.py"
     file.parent.mkdir()
-    file.write_text(re.search(r"```python\n(import torch.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
+    file.write_text(EXAMPLE)
     method = ["--file", file, "--method", "root+p_rope", "--method_options", "slope", "2", *tiny]
     fails(capsys, "seeds", record.main, "run", "laptop", "--seeds", 0, *method)
     (first,) = tmp_path.glob("runs/root-*/*/summary.json")

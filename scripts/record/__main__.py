@@ -128,8 +128,12 @@ def make(args: argparse.Namespace, track: str):
         replace_text(folder / "method.py", args.file.read_text())
     write_lines(folder / "runs.jsonl", map(make_line, stored_runs))
     replace_text(file, to_json({"mechanism": args.file and args.file.stem}))
-    record = tracks.read_entry(folder)
-    print(record_table(tracks.standing(track, [record])))  # adds p to the record
+    try:
+        record = tracks.read_entry(folder)
+        print(record_table(tracks.standing(track, [record])))  # adds p to the record
+    except ValueError:
+        file.unlink()  # a refused entry must not stand in the way of the board
+        raise
     replace_text(file, to_json(record, indent=2) + "\n")
 
 

@@ -5,6 +5,7 @@ A record is a dictionary with the numbers of a method, as in the record.json of 
 
 import collections
 import dataclasses
+import datetime
 import importlib.util
 import math
 import statistics
@@ -24,6 +25,7 @@ from measure.flops import forward_flops_per_token
 from model.gpt import GPT
 from model.methods import MECHANISMS, METHODS
 from model.methods.base import KINDS
+from model.methods.names import all_mechanisms
 from runtime.log import num_parameters
 from scripts.shared.looks import series_label
 from scripts.shared.runs import StoredRun, final_losses, read_runs
@@ -152,7 +154,8 @@ def make_record(method: str | None, text: str, runs: dict[int, StoredRun]) -> di
     """Return the record of a method: means over SEEDS. method: as in final_losses. runs: by seed."""
     config = dataclasses.replace(runs[0].config, method=method or runs[0].config.method)
     scores = {str(seed): read_score(runs[seed].summary, config.train_length, method) for seed in SEEDS}
-    record = {"name": series_label(config), "date": "", "text": text, "scores": scores}
+    rate = "" if config.scalar_lr == Config.scalar_lr else f" scalar_lr={config.scalar_lr:g}"
+    record = {"name": series_label(config) + rate, "date": "", "text": text, "scores": scores}
     record |= {field: getattr(config, field) for field in CHOSEN}
     record |= measure_method(config)
     record |= {key: statistics.fmean(score[key] for score in scores.values()) for key in scores["0"]}
@@ -180,8 +183,11 @@ def read_entry(folder: Path) -> dict:
     require(seeds == SEEDS, f"{folder} has the seeds {seeds}. Report one run of each seed of {SEEDS}.")
 
     # 3. The record.
-    records = make_records(track, stored_runs, name=folder.name, date=folder.name[:10], mechanism=mechanism)
+    date = str(datetime.date.fromisoformat(folder.name[:10]))
+    records = make_records(track, stored_runs, name=folder.name, date=date, mechanism=mechanism)
     require(records, f"{folder}: the runs differ in method or text. Use one method and one text.")
+    used = not mechanism or MECHANISMS[mechanism] in all_mechanisms(records[0]["method"])
+    require(used, f"{folder}: the method does not use {mechanism}. Name it, such as --method p_rope+{mechanism}.")
     for cost, most in LIMITS.items():
         require(records[0][cost] <= most, f"{folder} has {records[0][cost]} times RoPE's {cost}. Use at most {most}.")
     return records[0]
@@ -241,7 +247,7 @@ def judge(by_name: dict[str, dict]) -> list[dict]:
     text = records[0]["text"] if records else ""
     require(
         rope or not records,
-        f"runs.jsonl has no five runs of RoPE on the text {text}. Train them: record run TRACK --method rope",
+        f"runs.jsonl has no five runs of RoPE on the text {text}. Train them with record run, then scripts.keep",
     )
 
     winners = []
