@@ -75,7 +75,12 @@ def all_numbers() -> dict:
     """Return the numbers by name, then by seed. Numbers that belong to no seed have seed 0."""
     numbers = collections.defaultdict(dict)
     for file in [*RESULTS.glob("*/runs.jsonl"), RESULTS / "quickstart.jsonl", RESULTS / f"{NAMED}.jsonl"]:
-        for stored in read_runs(file):
+        runs = read_runs(file)
+        for stored in runs:
+            require(not stored.problems, "; ".join(stored.problems))
+        one_text = file.stem == NAMED or len({stored.text for stored in runs}) <= 1
+        require(one_text, f"{file} has runs on several texts. Keep one text in a file.")
+        for stored in runs:
             for name, value in numbers_of_run(file, stored).items():
                 require(stored.config.seed not in numbers[name], f"{stored.path}: two kept runs have {name!r}.")
                 numbers[name][stored.config.seed] = value
@@ -141,7 +146,7 @@ def measures() -> dict:
         "copy": lambda stored, method: copy_gains(stored.summary, method),
     }
     for study in studies():
-        found |= study.NUMBERS
+        found |= getattr(study, "NUMBERS", {})
     return found
 
 

@@ -122,6 +122,7 @@ class ContinuedRun(Run):
         """Return the content of summary.json, with the fields that `scripts.reproduce table_llama` needs."""
         first = next(record for record in read_metrics(self.folder.metrics) if "val_loss" in record)
         settings = {name: getattr(self.config, name) for name in ("model", "method_options")}
+        settings["peak_lr"] = self.config.lr
         measured = {"val_loss_before": first["val_loss"], "validation": self.data["validation"]}
         return super()._summary(validation) | settings | measured
 

@@ -79,7 +79,9 @@ def main():
     }
 
     # 4. The files.
-    out = args.out or Path("runs") / FOLDER / Path(args.model).resolve().name
+    place = Path(args.model).resolve()
+    place = place.parent if place.name == "model" else place  # of continue_pretraining: RUN/model
+    out = args.out or Path("runs") / FOLDER / place.name
     out.mkdir(parents=True, exist_ok=True)
     draw_qq(out / "layers", layers)
     replace_text(out / "statistics.json", to_json(statistics, indent=1) + "\n")

@@ -352,6 +352,8 @@ def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
         form=dict(loss=2.1, method_options={"form": "barbero"}),
         text=dict(loss=2.2, validation="other"),
         trial=dict(loss=6.0, steps=10),
+        rate=dict(loss=3.0, peak_lr=1e-5),
+        other=dict(loss=6.0, model="other", steps=900),
         trained=dict(loss=1.8, method="rope"),
     )
     for name, run in runs.items():
@@ -366,6 +368,7 @@ def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
         Scale-invariant p-RoPE                | 4096 (1x)       | 2.300 \u00b1 0.100
         Scale-invariant p-RoPE, fastest pairs | 4096 (1x)       | 2.100 \u00b1 n/a
         Scale-invariant p-RoPE, steps 10      | 4096 (1x)       | 6.000 \u00b1 n/a
+        Scale-invariant p-RoPE, lr 1e-05      | 4096 (1x)       | 3.000 \u00b1 n/a
         RoPE, steps 95                        | 4096 (1x)       | 1.800 \u00b1 n/a
         YaRN                                  | 4096 (1x)       |
         YaRN                                  | paper 64k (16x) | 8.763

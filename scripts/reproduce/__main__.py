@@ -6,8 +6,8 @@
     python -m scripts.reproduce table_needle --needle examples=100      the runs with this needle setting changed
 
 An item is a section of OUT/tables.md and its figures. `python -m scripts.sweep ITEM` trains its runs. Runs are read
-from the folders in runs/ and from OUT/runs.jsonl (scripts.keep). --runs-dir reads one folder or one file instead. Exit
-code: 0 if no run is missing, 1 otherwise, 2 for wrong usage.
+from the folders in runs/ and from runs.jsonl of the study or scale in results/. --runs-dir reads one folder or one
+file instead. Exit code: 0 if no run is missing, 1 otherwise, 2 for wrong usage.
 """
 
 import collections
@@ -28,7 +28,7 @@ from runtime.processes import start_processes
 from runtime.run_folder import git_commit
 from scripts.reproduce import figures, logits, needles, tables
 from scripts.reproduce.study import Study
-from scripts.shared.arguments import Parser, add_run_options, field_changes, key_values
+from scripts.shared.arguments import Parser, add_run_options, field_changes, needle_changes
 from scripts.shared.runs import read_runs
 from scripts.shared.sweeps import home_of, with_studies
 
@@ -62,12 +62,13 @@ def main():
     args, fields = parser.parse_known_args()
     scale, study_name = home_of(args.item)
     args.scale = args.scale or scale or "paper"
-    args.out = args.out or Path("results") / (study_name if scale == args.scale else args.scale)
+    home = Path("results") / (study_name if scale == args.scale else args.scale)
+    args.out = args.out or home
     changes = field_changes(fields)
-    needle = key_values("--needle", args.needle)
+    needle = needle_changes(args.needle)
 
     # 2. The runs.
-    sources, runs_dir = [Path("runs"), args.out / "runs.jsonl"], Path("runs")
+    sources, runs_dir = [Path("runs"), home / "runs.jsonl"], Path("runs")
     if args.runs_dir:
         sources = [args.runs_dir]
         runs_dir = runs_dir if args.runs_dir.suffix == ".jsonl" else args.runs_dir
@@ -78,7 +79,7 @@ def main():
     outcomes, chosen = [], [args.item]
     options = [argument for i, argument in enumerate(argv) if i != argv.index(args.item)]
     if args.item == "all":
-        chosen = [item for item in items if home_of(item)[0] in ("", args.scale)]
+        chosen = [item for item in items if home_of(item) in (("", ""), (args.scale, args.scale))]
     for item in chosen:
         command = shlex.join(["python", "-m", "scripts.reproduce", item, *options])
         try:

@@ -163,7 +163,8 @@ def figure_entropy(study: Study) -> str:
     text = (
         "Attention with no scaling, with LogN, and scale-invariant. Top: independent Gaussian scores (LogN s = 0.4, "
         f"\u03c4 = 10), mean over {theory.DRAWS} draws. Bottom: last query of each context in p-RoPE models, mean "
-        f"over seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error."
+        f"over seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error "
+        "over draws, or over seeds and windows."
     )
     if not trained:
         study.notes.append("The bottom row is left out, because there is no trained model.")

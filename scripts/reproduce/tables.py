@@ -9,7 +9,7 @@ from pathlib import Path
 from configs.presets import preset
 from configs.sweeps import SCALES, SI, TAU
 from runtime.metrics import read_record
-from scripts.continue_pretraining import NOT_TRAINED, PAPER, PAPER_MODEL
+from scripts.continue_pretraining import DEFAULTS, NOT_TRAINED, PAPER, PAPER_MODEL
 from scripts.reproduce.comparisons import compare
 from scripts.reproduce.study import Study, abbreviate_length, samples
 from scripts.shared.looks import plain_number, series_label, series_name
@@ -18,7 +18,7 @@ from scripts.shared.tables import mean_and_stderr, mean_cells, pivot_table
 
 PAPER_TRAIN_LENGTH = 4096  # of all tables in the paper
 LLAMA_FOLDER = "continued"  # in the folder of the runs; scripts.continue_pretraining writes it
-LLAMA_FIELDS = "model validation method method_options train_length steps tokens val_loss val_loss_before val_tokens"
+LLAMA_FIELDS = "model validation method method_options train_length steps tokens val_loss val_tokens"
 LLAMA_COMPARED = ("model", "train_length", "validation")  # all runs of the table must share these
 
 
@@ -69,7 +69,7 @@ def table_llama(study: Study) -> str:
     common = collections.Counter(compared.values()).most_common(1)[0][0] if rows else (PAPER_MODEL, 4096)
     model, study.base_length, *_ = common
     losses, token_counts = collections.defaultdict(list), set()
-    most = max((row["steps"] for row in rows.values()), default=0)
+    most = max((row["steps"] for name, row in rows.items() if compared[name] == common), default=0)
     for name, row in rows.items():
         if compared[name] != common:
             study.missing.append((name, f"left out: it has {compared[name]}, most runs have {common}"))
@@ -79,6 +79,8 @@ def table_llama(study: Study) -> str:
             token_counts.add(f"{row['tokens']:,}")
         if row["steps"] != (0 if row["method"] in NOT_TRAINED else most):
             options["steps"] = row["steps"]
+        if row.get("peak_lr", DEFAULTS.lr) != DEFAULTS.lr:
+            options["lr"] = row["peak_lr"]
         series = " ".join([row["method"], *(f"{key}={value}" for key, value in options.items())])
         for length, loss in row["val_loss"].items():
             losses[series, int(length)].append(loss)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from configs import command_line
 from configs.command_line import read_fields
-from configs.runs import SET_BY_SWEEPS
+from configs.runs import SET_BY_SWEEPS, Needle
 from configs.sweeps import SCALES
 from errors import require
 
@@ -45,11 +45,6 @@ def field_changes(arguments: list[str]) -> dict:
     return fields
 
 
-def key_values(option: str, pairs: list[str]) -> dict[str, int | str]:
-    """Return KEY=VALUE pairs as a dict, with whole numbers as int. Raise ValueError for a pair without "="."""
-    values = {}
-    for pair in pairs:
-        key, separator, value = pair.partition("=")
-        require(separator, f"{option} {pair} has no value. Write it as {option} {pair}=VALUE.")
-        values[key] = int(value) if value.isdigit() else value
-    return values
+def needle_changes(pairs: list[str]) -> dict:
+    """Return the needle settings in KEY=VALUE pairs. Raise ValueError as read_fields does."""
+    return read_fields([f"--{pair}" for pair in pairs], Needle())

@@ -20,7 +20,7 @@ from types import ModuleType
 from configs.config import config_hash, with_changes
 from configs.presets import preset
 from configs.runs import Run
-from configs.sweeps import PAPER_SWEEPS, SCALES, Scale
+from configs.sweeps import PAPER_SWEEPS, SCALES
 from errors import did_you_mean, require
 from model.methods.names import canonical_name
 
@@ -70,7 +70,10 @@ def sweep(
     """
     functions = all_sweeps()
     require(name in ("all", *functions), f"unknown sweep {name!r}. {did_you_mean(name, ['all', *functions])}")
-    chosen = with_settings(SCALES[scale], seeds, needle or {})
+    chosen = SCALES[scale]
+    chosen = dataclasses.replace(chosen, needle=dataclasses.replace(chosen.needle, **(needle or {})))
+    if seeds:
+        chosen = dataclasses.replace(chosen, seeds=tuple(seeds), once=tuple(seeds))
     planned = []
     for each in PAPER_SWEEPS if name == "all" else [name]:
         planned += functions[each](chosen)
@@ -86,15 +89,6 @@ def sweep(
             runs[identity] = dataclasses.replace(first, needle=run.needle)
     require(runs, f"sweep {name} has no runs of {', '.join(methods or ())}. Choose other methods.")
     return [*runs.values()]
-
-
-def with_settings(scale: Scale, seeds: list | None, needle: dict) -> Scale:
-    """Return the scale with other seeds and with changed settings of the needle task."""
-    settings = vars(scale.needle)
-    unknown = needle.keys() - settings
-    require(not unknown, f"unknown needle setting {', '.join(map(repr, unknown))}. There are: {', '.join(settings)}")
-    scale = dataclasses.replace(scale, needle=dataclasses.replace(scale.needle, **needle))
-    return dataclasses.replace(scale, seeds=tuple(seeds), once=tuple(seeds)) if seeds else scale
 
 
 def add_changes(name: str, run: Run, changes: dict) -> Run:

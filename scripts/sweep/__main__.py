@@ -21,7 +21,7 @@ from errors import exit_on_user_error, require
 from model.methods.names import canonical_name
 from runtime.build import resolve
 from runtime.processes import read_launch
-from scripts.shared.arguments import Parser, add_run_options, field_changes, key_values
+from scripts.shared.arguments import Parser, add_run_options, field_changes, needle_changes
 from scripts.shared.runs import data_fingerprint, read_runs
 from scripts.shared.states import run_state
 from scripts.shared.sweeps import all_sweeps, home_of, sweep
@@ -67,7 +67,7 @@ def parse_arguments() -> tuple:
 def choose_runs(args: argparse.Namespace, fields: list[str]) -> list[Run]:
     """Return the runs that the command line chooses. Raise ValueError for runs that could not train anywhere."""
     args.scale = args.scale or home_of(args.sweep)[0] or "paper"
-    changes, needle = field_changes(fields), key_values("--needle", args.needle)
+    changes, needle = field_changes(fields), needle_changes(args.needle)
     methods = args.methods and [*map(canonical_name, args.methods)]
     runs = sweep(args.sweep, args.scale, args.seeds, methods, changes, needle)
     for run in runs:
