@@ -99,7 +99,7 @@ def option_value(text: str) -> OptionValue:
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
-    return {"True": True, "False": False}.get(text, text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ def own_context(inputs: Tensor, document_token: int) -> Tensor:
     """Return the number of tokens of its own document before each target, (sequences, length) int64.
 
     inputs: (sequences, length); the target of position t is the token after it. document_token: the token before each
-    document. A document that began before the sequence counts from the sequence's first token.
+    document; as a target, it counts as the end of the document before it. A document that began before the sequence
+    counts from the sequence's first token.
     """
     return torch.arange(1, inputs.shape[1] + 1) - document_starts(inputs, document_token)

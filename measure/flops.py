@@ -13,7 +13,7 @@ from model.methods.make import layer_methods
 def attention_flops_per_token(config: Config, length: int) -> int:
     """Return the FLOPs a token of the products q k and p v in one forward pass over sequences of this length.
 
-    Infini-attention counts as if all keys were visible.
+    Infini-attention and a document mask count as if all keys were visible.
     """
     flops = 0
     for method in layer_methods(config):
@@ -45,7 +45,10 @@ def training_flops_per_token(config: Config) -> int:
 
 
 def validation_share(config: Config) -> float:
-    """Return the ratio of the FLOPs of all validations of a run to the FLOPs of its training."""
+    """Return the ratio of the FLOPs of all validation losses of a run to the FLOPs of its training.
+
+    Copy gain and far gain are not counted.
+    """
     tokens_by_length = Counter()
     for step in range(config.steps + 1):
         tokens_by_length.update(validation_plan(config, step))

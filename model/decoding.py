@@ -53,7 +53,6 @@ def decode(
     choose: Callable[[Tensor], Tensor] | None = None,
     target_length: int | None = None,
     method: Method | None = None,
-    document_token: int | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next tokens, (B,) int64 on the model's device, as soon as each is chosen.
 
@@ -61,13 +60,7 @@ def decode(
     tokens. For the other arguments see greedy_decode and GPT.plan.
     """
     choose = choose or (lambda logits: logits.argmax(dim=-1))
-    decoder = Decoder(
-        model,
-        tokens.shape[-1] + max_new_tokens - 1,
-        target_length=target_length,
-        method=method,
-        document_token=document_token,
-    )
+    decoder = Decoder(model, tokens.shape[-1] + max_new_tokens - 1, target_length=target_length, method=method)
     token = choose(decoder.prefill(tokens))
     yield token
     for _ in range(max_new_tokens - 1):
@@ -95,8 +88,8 @@ def sample(
 class Decoder:
     """Feeds a model one prompt, then one token at a time: max_length tokens in all.
 
-    target_length (default: max_length) and method: see greedy_decode. document_token: see GPT.plan. Raise ValueError if
-    target_length < max_length.
+    target_length (default: max_length) and method: see greedy_decode. Raise ValueError if target_length <
+    max_length.
     """
 
     def __init__(
@@ -106,7 +99,6 @@ class Decoder:
         *,
         target_length: int | None = None,
         method: Method | None = None,
-        document_token: int | None = None,
     ):
         self.model = model
         self.max_length = max_length
@@ -114,7 +106,6 @@ class Decoder:
             model.plan,
             target_length=max_length if target_length is None else target_length,
             method=method,
-            document_token=document_token,
         )
         self.step_plan = self.plan(max_length, queries=1, backend="blocks")
 
@@ -125,22 +116,20 @@ class Decoder:
         Raise ValueError for empty prompts.
         """
         self.caches = [Cache(self.max_length, block.attention.method) for block in self.model.blocks]
-        self.tokens = tokens.to(self.model.head.device)
-        return self.last_logits(self.tokens, self.plan(tokens.shape[1]))
+        self.length = tokens.shape[1]
+        return self.last_logits(tokens, self.plan(self.length))
 
     @torch.inference_mode()
     def step(self, token: Tensor) -> Tensor:
         """Return the float32 logits (B, vocabulary) after one more token (B,). Raise ValueError beyond max_length."""
-        if self.tokens.shape[1] == self.max_length:
+        if self.length == self.max_length:
             raise UserError(f"max_length {self.max_length} is reached. Make a longer Decoder.")
-        token = token.unsqueeze(1).to(self.tokens)
-        self.tokens = torch.cat([self.tokens, token], dim=1)
-        return self.last_logits(token, self.step_plan.up_to(self.tokens.shape[1]))
+        self.length += 1
+        return self.last_logits(token.unsqueeze(1), self.step_plan.up_to(self.length))
 
-    def last_logits(self, new: Tensor, plan: Plan) -> Tensor:
-        """Return the logits after `new`, the last of self.tokens, (B, T)."""
-        x = self.model.embed(new)
-        plan = plan.for_tokens(self.tokens)
+    def last_logits(self, tokens: Tensor, plan: Plan) -> Tensor:
+        """Return the logits after tokens (B, T), the newest ones."""
+        x = self.model.embed(tokens.to(self.model.head.device))
         for number, (block, cache) in enumerate(zip(self.model.blocks, self.caches)):
             x = block(x, plan.for_layer(number), cache)
         return linear(norm(x[:, -1]), self.model.head).float()

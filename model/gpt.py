@@ -100,11 +100,6 @@ class GPT(nn.Module):
         for block in self.blocks:  # last, so all methods start with the same weights of the rest of the model
             block.attention.method.reset_parameters()
 
-    @property
-    def pattern_methods(self) -> list[Method]:
-        """Return the attention methods of the layers, one period of them. Most configurations have one method."""
-        return [block.attention.method for block in self.blocks[: self.pattern_length]]
-
     def plan(
         self,
         length: int,
@@ -123,7 +118,9 @@ class GPT(nn.Module):
         which begin with this token.
         """
         device = self.head.device
-        methods = self.pattern_methods if method is None else [method.to(device)]
+        methods = [block.attention.method for block in self.blocks[: self.pattern_length]]  # most models have one
+        if method is not None:
+            methods = [method.to(device)]
         plans = {}
         for layer_method in methods:
             if layer_method.name not in plans:
@@ -136,7 +133,6 @@ class GPT(nn.Module):
                     length,
                     target_length=target_length,
                     device=device,
-                    dtype=self.dtype,
                     why=why,
                 )
         return Plan(tuple(plans[layer_method.name] for layer_method in methods), document_token)

@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from runtime.processes import World
 
@@ -64,6 +63,5 @@ class StopRequest:
     def is_set(self, world: World) -> bool:
         """Return whether any rank has received a signal. All ranks must call this equally often."""
         received = torch.tensor(int(self.signal_name is not None))  # on the CPU, so that no rank waits for its GPU
-        if world.world_size > 1:
-            dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        world.sum(received)
         return bool(received)

@@ -150,7 +150,7 @@ def check_step(config: Config, device: torch.device) -> Iterator[Finding]:
 
 
 def describe_run(config: Config, tokens_per_second: float) -> str:
-    """Return the hours of a run with its validations."""
+    """Return the hours of a run with its validation losses."""
     hours = config.steps * config.batch_tokens / tokens_per_second / 3600 * (1 + validation_share(config))
     return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
 

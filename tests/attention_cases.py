@@ -163,7 +163,7 @@ def attend(method, q, k, v, x=None, *, target_length=None, backend="auto"):
 
 def make_plan(method, query_length, key_length, backend="auto", device=CPU, dtype=torch.float32, **options):
     chosen, _ = choose_backend(method, device, dtype, backend)
-    return plan_layer(method, chosen, query_length, key_length, device=device, dtype=dtype, **options)
+    return plan_layer(method, chosen, query_length, key_length, device=device, **options)
 
 
 def check(backend, method, length, *, queries=None, tolerance=2e-5, run=attention.attend, weigh_output=0.0, inputs=None,

@@ -21,7 +21,7 @@ def problem_of(backend, name="nope", lengths=(LENGTH, 129), dtype=torch.float32,
     return check_backend(backend, make_case(name), CPU, dtype, lengths, **options).problem
 
 
-@parametrize("name", MECHANISMS)
+@parametrize("name", [*MECHANISMS, "window window=1", "scale_invariant learn_moments=True terms=a"])
 @parametrize("backend, dtype", [
     ("cpu", torch.float32), ("blocks", torch.float32), ("blocks", torch.bfloat16), ("blocks", torch.float16),
 ])

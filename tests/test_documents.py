@@ -5,7 +5,6 @@ import torch
 from attention_cases import CPU, assert_near
 from commands import exit_code, parametrize, read_json, refuses, succeeds
 from pytest import approx
-from test_decoding import decoded_logits, full_logits
 from test_gpt import make_random_gpt, random_tokens
 from test_train import plain_losses, sequences
 from tiny_run import train_tiny_run
@@ -120,13 +119,6 @@ def test_entropies_within_documents_are_the_means_of_the_documents_alone():
         alone = attention_by_layer(model, part, model.plan(part.shape[1]))
         total += part.shape[1] * alone["attention_entropy"]["1"]
     assert found["attention_entropy"]["1"] == approx(total / 150, abs=1e-5)
-
-
-@parametrize("name", ["rope", "logn_p_rope", "scale_invariant_p_rope"])
-def test_decoding_stays_within_documents(name):
-    model, (tokens, _) = make_random_gpt(name), several_documents(60)
-    expected = full_logits(model, tokens, document_token=0)
-    assert_near(decoded_logits(model, tokens, 30, document_token=0), expected[:, 29:], 1e-5)
 
 
 def test_a_run_trains_and_validates_within_documents(tmp_path):

@@ -118,7 +118,7 @@ def test_scale_invariant_attention_alone_has_a_table(name):
 def test_tiles_join_the_options_of_many_queries():
     backend = flex.Flex()
     def options(queries=256):
-        plan = LayerPlan(backend, 3, 16, queries, queries, dtype=torch.bfloat16)
+        plan = LayerPlan(backend, 3, 16, queries, queries)
         return backend.prepare(plan, ScaleInvariant(Shape(3, 16, 64)))["kernel_options"]
     before, few = options(), options(queries=100)
     backend.tiles = dict(fwd_BLOCK_M=64, fwd_num_stages=3, bwd_num_warps=4)

@@ -39,10 +39,10 @@ def choose_backend(
     """
     if documents:
         method.check_documents()
-    if name != "auto":
-        return named_backend(name, method, device, dtype, documents)
     if isinstance(method.replacement, AttentionWeights):
         return BACKENDS["blocks"], "plain PyTorch"
+    if name != "auto":
+        return named_backend(name, method, device, dtype, documents)
     reasons = []
     for candidate in (*AUTOMATIC.get(device.type, ()), "blocks"):
         problem, result = check_once(candidate, method, device, dtype, documents)

@@ -25,7 +25,6 @@ class LayerPlan:
     query_length: int
     key_length: int
     device: torch.device = torch.device("cpu")
-    dtype: torch.dtype = torch.float32  # of q, k, v
     window: int | None = None  # keys at this distance from a query, or further away, are hidden
     cos: Tensor | None = None  # of all tokens, (key_length, D/2); (key_length, D) for PoPE
     sin: Tensor | None = None  # of the same shape
@@ -62,7 +61,7 @@ class LayerPlan:
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return plain causal attention by the plan's backend. q has the last tokens of k and v."""
         Tq, D = q.shape[2:]
-        plan = LayerPlan(self.backend, 1, D, Tq, k.shape[2], q.device, q.dtype)
+        plan = LayerPlan(self.backend, 1, D, Tq, k.shape[2], q.device)
         return self.backend.run(q, k, v, plan)
 
 
@@ -106,10 +105,9 @@ def plan_layer(
     *,
     target_length: int | None = None,
     device: torch.device = torch.device("cpu"),
-    dtype: torch.dtype = torch.float32,
     why: str = "",
 ) -> LayerPlan:
-    """Return the plan for the last query_length of key_length tokens, with q, k and v of this dtype.
+    """Return the plan for the last query_length of key_length tokens.
 
     target_length (default: key_length): the length of the whole sequence. NTK, YaRN and LogN's constant form scale
     with it. Raise ValueError for lengths that do not fit each other.
@@ -130,7 +128,6 @@ def plan_layer(
         query_length=query_length,
         key_length=key_length,
         device=device,
-        dtype=dtype,
         window=None if method.window is None else method.window.window,
         cos=cos,
         sin=sin,

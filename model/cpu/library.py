@@ -82,7 +82,8 @@ def load_library() -> tuple[ctypes.CDLL | None, str | None]:
 def compile_library(compiler: str) -> Path:
     """Return the shared object, from the user's cache if this compiler has already compiled it for this processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    processor = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")  # of x86, of ARM
     torch_library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # contains the BLAS
     texts = *map(Path.read_text, SOURCES), version, processor, str(torch_library), *FLAGS
     key = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]

@@ -52,7 +52,7 @@ class Shape:
 class Mechanism(nn.Module):
     """A part of a method. Its constructor takes a Shape, and then its options."""
 
-    needs_input = False  # True if attention needs x, the layer's input; a gate needs x only after attention
+    needs_input = False  # True if it needs x, the layer's input
     # Options that are positive, and scale with position_scale: lengths in tokens, and 1 / lengths.
     lengths: tuple[str, ...] = ()
     inverse_lengths: tuple[str, ...] = ()
@@ -188,8 +188,6 @@ class Sink(Mechanism):
 
 class OutputGate(Mechanism):
     """Changes the heads' outputs."""
-
-    uses_input = True  # False if it ignores x
 
     def change(self, y: Tensor, v: Tensor, x: Tensor | None) -> Tensor:
         """Return the new outputs, (B, H, T, D), from the outputs y and the values v of the same tokens.

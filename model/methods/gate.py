@@ -11,6 +11,8 @@ from model.tensors import linear, upcast
 class SigmoidGate(OutputGate):
     """W starts at zero, so all gates start at 1/2 and the rest of the model starts as with any method."""
 
+    needs_input = True
+
     def __init__(self, shape):
         super().__init__()
         self.num_heads = shape.num_heads

@@ -37,7 +37,7 @@ def layer_methods(config) -> list[Method]:
 def make_method(name: str, shape: Shape, **options) -> Method:
     """Return the attention method `name` for one layer (see make_layers). Raise ValueError if layers differ."""
     if len(layer_pattern(name)) > 1:
-        raise UserError(f"attention method {name!r} has layers that differ. Use make_layers.")
+        raise UserError(f"attention method {name!r} has layers that differ. Use make_layers, and no validate_as.")
     return make_layers(name, shape, 1, options)[0]
 
 

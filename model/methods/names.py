@@ -45,6 +45,7 @@ def mechanism_names(layer: str) -> list[str]:
             names.append(part)
         elif described is None or "," in described:
             suggestion = did_you_mean(part, METHODS.keys() | MECHANISMS.keys())
+            suggestion = f"Write it out: {described}." if described else suggestion
             raise UserError(f"unknown part {part!r} of attention method {layer!r}. {suggestion}")
         elif described:
             names += described.split("+")

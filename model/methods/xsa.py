@@ -14,8 +14,6 @@ from model.tensors import upcast
 
 
 class ExclusiveSelfAttention(OutputGate):
-    uses_input = False
-
     def __init__(self, shape, learn_share: bool = False):
         """learn_share: remove only the share tanh(a), with a learned a."""
         super().__init__()

@@ -91,7 +91,7 @@ def trace_attention(method, length, dtype, backend=BACKENDS["flex"], documents=F
     method, H, D = method.to(META), method.num_heads, method.head_dim
     qkv = torch.empty(2, length, 3, H, D, device=META, dtype=dtype)
     x = torch.empty(2, length, H * D, device=META, dtype=dtype) if method.needs_input else None
-    plan = plan_layer(method, backend, length, length, device=META, dtype=dtype)
+    plan = plan_layer(method, backend, length, length, device=META)
     if documents:
         plan = plan.within_documents(torch.empty(2, length, dtype=torch.int64, device=META))
     q, k, v = (y.detach().requires_grad_() for y in qkv.transpose(1, 3).unbind(2))

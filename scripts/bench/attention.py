@@ -111,7 +111,7 @@ def make_passes(variant: Variant, inputs: list[Tensor]) -> dict:
     backend, method = variant
     *qkv, dout = inputs
     length = dout.shape[2]
-    plan = plan_layer(method, backend, length, length, device=dout.device, dtype=dout.dtype)
+    plan = plan_layer(method, backend, length, length, device=dout.device)
     backward = has_backward(backend, dout.device)
     qkv = [x.detach().requires_grad_(backward) for x in qkv]
     forward = last = functools.partial(attend, method, *qkv, plan=plan)

@@ -56,7 +56,6 @@ class Shared:
                 k.shape[2],
                 target_length=self.target_length,
                 device=q.device,
-                dtype=q.dtype,
                 why=why,
             )
             if plan.sin is not None:
@@ -123,9 +122,8 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     shape = Shape(config.num_attention_heads, config.head_dim, train_length)
     methods = make_layers(method, shape, config.num_hidden_layers, options)
     for layer_method in methods:
-        gate = layer_method.output_gate
-        needs_input = layer_method.needs_input or (gate is not None and gate.uses_input)
-        require(not needs_input, f"{method} needs the layer's input, which transformers withholds. Use another method.")
+        problem = f"{method} needs the layer's input, which transformers withholds. Use another method."
+        require(not layer_method.needs_input, problem)
 
     # 3. Our hooks, and the record in the configuration.
     AttentionInterface.register(ATTENTION, attend_with_method)

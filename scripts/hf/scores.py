@@ -5,7 +5,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from model.attention.attend import rotate
+from model.attention.attend import rotate, rotate_and_scale
 from model.scores import pair_scores, score_pairs
 from scripts.hf.convert import attention_layers
 
@@ -25,8 +25,12 @@ def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int, calibrate: bo
         q, k = (x.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for x in projections)  # (B, H, T, D)
         found.append((layer.layer_idx, False, pair_scores(q, k, pairs, layer.scaling)))
 
-        # Rotate with the code of the model, or with our method.
         method = getattr(layer, "method", None)
+        if calibrate:
+            scaled_q, scaled_k = rotate_and_scale(method, q, k, None, layer.shared.plan(method, q, k))
+            method.calibrate(pair_scores(scaled_q, scaled_k, pairs, scaled_q.shape[-1] ** -0.5))
+
+        # Rotate with the code of the model, or with our method, which may widen q and k.
         if method is None:
             apply_rotary_pos_emb = sys.modules[type(layer).__module__].apply_rotary_pos_emb
             q, k = apply_rotary_pos_emb(q, k, *inputs["position_embeddings"])
@@ -34,9 +38,8 @@ def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int, calibrate: bo
             rotated = rotate(method, q, k, layer.shared.plan(method, q, k))
             q, k = (x.to(q.dtype) for x in rotated)
         if method is None or method.rotation is not None:
-            found.append((layer.layer_idx, True, pair_scores(q, k, pairs, layer.scaling)))
-        if calibrate:
-            method.calibrate(found[-1][-1])
+            scale = layer.scaling * (layer.head_dim / q.shape[-1]) ** 0.5
+            found.append((layer.layer_idx, True, pair_scores(q, k, pairs, scale)))
 
     hooks = [layer.register_forward_pre_hook(observe, with_kwargs=True) for layer in attention_layers(model)]
     try:
