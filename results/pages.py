@@ -198,7 +198,7 @@ class Page:
         self.numbers = numbers
 
     def value(self, name: str) -> float:
-        """Return the mean, standard error or number of seeds that a name stands for."""
+        """Return the mean, or the statistic of STATISTICS, that a name stands for."""
         for short, whole in SHORT.items():
             name = re.sub(rf"\b{short}\b", whole, name)
         kind, _, rest = name.partition(" ")

@@ -247,7 +247,7 @@ def test_a_bad_argument_is_refused_in_one_line_with_the_nearest_name(arguments, 
     scripts.sweep.__main__     | table_losses --jobs 0                                              | --jobs
     scripts.sweep.__main__     | all --jobs x                                                       | --jobs
     scripts.sweep.__main__     | table_losses --gpus-per-run 999                                    | --gpus-per-run
-    scripts.sweep.__main__     | all --needle step=3                                                | step
+    scripts.sweep.__main__     | all --needle step=3                                                | step=3
     scripts.sweep.__main__     | all --needle haystack=shard                                        | 'shard'
     scripts.sweep.__main__     | table_losses --needle steps=3                                      | --needle
     scripts.sweep.__main__     | table_losses --muon_lr -1                                          | muon_lr

@@ -1,4 +1,4 @@
-"""Tokens far inside their own documents, riffled documents, and attention within documents: models, decoding, runs."""
+"""Tokens far inside their own documents, riffled documents, and attention within documents: models, runs."""
 
 import numpy as np
 import torch

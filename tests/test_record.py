@@ -108,7 +108,7 @@ def test_a_tampered_line_is_refused(entry, named, capsys):
     fails(capsys, named, record.main, "check", entry)
 
 
-@parametrize("named", ["score", "p", "bytes", "README.md", "root", "month"])
+@parametrize("named", ["score", "p", "bytes", "README.md", "root", "YYYY"])
 def test_a_tampered_folder_is_refused(entry, named, capsys):
     if named in ("score", "p"):
         update_json(entry / "record.json", **{named: 0.001})
@@ -119,7 +119,7 @@ def test_a_tampered_folder_is_refused(entry, named, capsys):
     if named == "root":  # a mechanism that the runs do not have
         (entry / "method.py").write_text(EXAMPLE)
         update_json(entry / "record.json", mechanism=named)
-    if named == "month":
+    if named == "YYYY":
         entry = entry.rename(entry.with_name("2026-13-01_ours"))
     fails(capsys, named, record.main, "check", entry)
 

@@ -273,6 +273,8 @@ def test_the_tables_of_far_are_means_of_the_kept_runs():
         assert copies[series_name(series)][:2] == expected
         for column, kind in enumerate(("far", "near", "none"), start=2):
             assert copies[series_name(series)][column] == mean_of([line["far_gain"][kind] for line in found])
+        gains = [np.average([*x["far_gain"].values()], weights=[*x["far_tokens"].values()]) for x in found]
+        assert copies[series_name(series)][5] == mean_of(gains)
         for length in (512, 2048, 8192):
             # Octave k > 0 has the positions 2^(k-1) .. 2^k - 1, so a position has octave bit_length().
             octaves = [line.get("val_loss_by_position", {}).get(str(length), ()) for line in found]
@@ -281,7 +283,7 @@ def test_the_tables_of_far_are_means_of_the_kept_runs():
             column = 1 + [512, 2048, 8192].index(length)
             assert late[series_name(series)][column].strip("*") == mean_of(means)
     differences = []
-    for seed in range(3):
+    for seed in range(5):
         blocks = (lines[series, seed]["val_loss_by_block"]["8192"] for series in (SI, "logn_p_rope"))
         ours, logn = (np.reshape(losses, (16, -1)).mean(axis=1) for losses in blocks)
         differences.append(ours - logn)

@@ -34,7 +34,8 @@ def choose_backend(
 ) -> tuple[Backend, str]:
     """Return the backend that will run, and a reason for the log. On CUDA it has passed its check.
 
-    documents: attention stays within documents. Raise UserError for a named backend that cannot run or fails its check,
+    Methods with AttentionWeights run in `blocks`, whatever the name. documents: attention stays within documents. Raise
+    UserError for a named backend that cannot run or fails its check,
     if no backend passes, and for a method that cannot stay within documents.
     """
     if documents:

@@ -44,8 +44,9 @@ def mechanism_names(layer: str) -> list[str]:
         if part in MECHANISMS:
             names.append(part)
         elif described is None or "," in described:
-            suggestion = did_you_mean(part, METHODS.keys() | MECHANISMS.keys())
-            suggestion = f"Write it out: {described}." if described else suggestion
+            suggestion = f"It is {described}. Add the other parts to each layer of it."
+            if not described:
+                suggestion = did_you_mean(part, METHODS.keys() | MECHANISMS.keys())
             raise UserError(f"unknown part {part!r} of attention method {layer!r}. {suggestion}")
         elif described:
             names += described.split("+")

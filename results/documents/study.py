@@ -84,7 +84,7 @@ def documents(study: Study) -> str:
     for length in CHANGES["val_lengths"]:
         columns[f"loss at {length}"] = by_mask(study, final_losses, length)
     columns[f"copy gain at {FAR_GAP}"] = by_mask(study, copy_gains, FAR_GAP)
-    for kind in ("far", "near", "none"):
+    for kind in ("far", "near", "none", "all"):
         columns[f"far gain, {kind}"] = by_mask(study, far_gains, kind)
     rows = [["method", "mask in training", "seeds", *columns]]
     for series in study.all_series:

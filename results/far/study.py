@@ -109,7 +109,7 @@ def far_gains(summary: dict, method: str | None = None) -> dict[str, float]:
 def late_losses(summary: dict, method: str | None, first: int) -> dict[int, float]:
     """Return the loss by validation length, in nats a token, at the positions from `first`, a power of 2, on.
 
-    A longer text has fewer tokens with a short context, so its mean loss falls even if far tokens do not help.
+    In a longer text, early tokens count for less, so its mean loss falls even if far tokens do not help.
     """
     late = {}
     for length, octaves in measured(summary, "val_loss_by_position", method).items():
@@ -312,8 +312,8 @@ def again(study: Study) -> str:
 
 def copy_table(study: Study) -> str:
     """Return a table with the time to copy and the far gain by class."""
-    times, gains = times_to_copy(study), study.by_seed(far_gains)
-    rows = [["method", "seeds that copy", "time to copy, M tokens", *(f"far gain, {name}" for name in CLASSES)]]
+    times, gains, classes = times_to_copy(study), study.by_seed(far_gains), (*CLASSES, "all")
+    rows = [["method", "seeds that copy", "time to copy, M tokens", *(f"far gain, {name}" for name in classes)]]
     for series in study.all_series:
         if series not in times:
             continue
@@ -323,7 +323,7 @@ def copy_table(study: Study) -> str:
         if len(found) > 1:
             shown += f" ({min(found):.1f} to {max(found):.1f})"
         cells = []
-        for name in CLASSES:
+        for name in classes:
             by_seed = gains.get((series, name), {})
             cells.append(format_mean(*mean_and_stderr([*by_seed.values()])))
         rows.append([series_name(series), copying, shown, *cells])

@@ -131,8 +131,8 @@ def make(args: argparse.Namespace, track: str):
     try:
         record = tracks.read_entry(folder)
         print(record_table(tracks.standing(track, [record])))  # adds p to the record
-    except ValueError:
-        file.unlink()  # a refused entry must not stand in the way of the board
+    except BaseException:
+        file.unlink()  # an entry that is not whole must not stand in the way of the board
         raise
     replace_text(file, to_json(record, indent=2) + "\n")
 

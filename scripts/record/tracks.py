@@ -183,8 +183,7 @@ def read_entry(folder: Path) -> dict:
     require(seeds == SEEDS, f"{folder} has the seeds {seeds}. Report one run of each seed of {SEEDS}.")
 
     # 3. The record.
-    date = str(datetime.date.fromisoformat(folder.name[:10]))
-    records = make_records(track, stored_runs, name=folder.name, date=date, mechanism=mechanism)
+    records = make_records(track, stored_runs, name=folder.name, date=folder.name[:10], mechanism=mechanism)
     require(records, f"{folder}: the runs differ in method or text. Use one method and one text.")
     used = not mechanism or MECHANISMS[mechanism] in all_mechanisms(records[0]["method"])
     require(used, f"{folder}: the method does not use {mechanism}. Name it, such as --method p_rope+{mechanism}.")
@@ -200,7 +199,11 @@ def read_entry_file(folder: Path) -> dict:
 
 
 def check_prediction(folder: Path):
-    """Raise ValueError for an entry without a prediction."""
+    """Raise ValueError for an entry without a date in its name or without a prediction."""
+    try:
+        datetime.date.fromisoformat(folder.name[:10])
+    except ValueError as error:
+        raise UserError(f"{folder}: the name does not begin with a date. Rename it to YYYY-MM-DD_NAME.") from error
     require((folder / "README.md").exists(), f"{folder} has no README.md. Write a prediction before the runs.")
 
 
@@ -247,7 +250,7 @@ def judge(by_name: dict[str, dict]) -> list[dict]:
     text = records[0]["text"] if records else ""
     require(
         rope or not records,
-        f"runs.jsonl has no five runs of RoPE on the text {text}. Train them with record run, then scripts.keep",
+        f"runs.jsonl has no five runs of RoPE on the text {text}. Train them (--method rope), and keep them.",
     )
 
     winners = []

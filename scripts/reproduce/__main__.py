@@ -6,8 +6,8 @@
     python -m scripts.reproduce table_needle --needle examples=100      the runs with this needle setting changed
 
 An item is a section of OUT/tables.md and its figures. `python -m scripts.sweep ITEM` trains its runs. Runs are read
-from the folders in runs/ and from runs.jsonl of the study or scale in results/. --runs-dir reads one folder or one
-file instead. Exit code: 0 if no run is missing, 1 otherwise, 2 for wrong usage.
+from the folders in runs/, and from OUT/runs.jsonl or else from runs.jsonl of the study or scale in results/.
+--runs-dir reads one folder or one file instead. Exit code: 0 if no run is missing, 1 otherwise, 2 for wrong usage.
 """
 
 import collections
@@ -68,7 +68,8 @@ def main():
     needle = needle_changes(args.needle)
 
     # 2. The runs.
-    sources, runs_dir = [Path("runs"), home / "runs.jsonl"], Path("runs")
+    kept = [folder / "runs.jsonl" for folder in (args.out, home) if (folder / "runs.jsonl").exists()]
+    sources, runs_dir = [Path("runs"), *kept[:1]], Path("runs")
     if args.runs_dir:
         sources = [args.runs_dir]
         runs_dir = runs_dir if args.runs_dir.suffix == ".jsonl" else args.runs_dir

@@ -46,5 +46,10 @@ def field_changes(arguments: list[str]) -> dict:
 
 
 def needle_changes(pairs: list[str]) -> dict:
-    """Return the needle settings in KEY=VALUE pairs. Raise ValueError as read_fields does."""
+    """Return the needle settings in KEY=VALUE pairs. Raise ValueError for another pair."""
+    names = [*vars(Needle())]
+    for pair in pairs:
+        key, separator, _ = pair.partition("=")
+        known = key in names and separator
+        require(known, f"--needle {pair} is no needle setting. Write KEY=VALUE, with a key of {', '.join(names)}.")
     return read_fields([f"--{pair}" for pair in pairs], Needle())
