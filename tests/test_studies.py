@@ -276,7 +276,8 @@ def test_the_tables_of_far_are_means_of_the_kept_runs():
         gains = []
         for line in found:
             counts = line["far_tokens"]
-            gains.append(sum(gain * counts[kind] for kind, gain in line["far_gain"].items()) / sum(counts.values()))
+            total = sum(gain * counts[kind] for kind, gain in line["far_gain"].items())
+            gains.append(total / sum(counts.values()))
         assert copies[series_name(series)][5] == mean_of(gains)
         for length in (512, 2048, 8192):
             # Octave k > 0 has the positions 2^(k-1) .. 2^k - 1, so a position has octave bit_length().
