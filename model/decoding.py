@@ -88,8 +88,8 @@ def sample(
 class Decoder:
     """Feeds a model one prompt, then one token at a time: max_length tokens in all.
 
-    target_length (default: max_length) and method: see greedy_decode. Raise ValueError if target_length <
-    max_length.
+    target_length (default: max_length) and method: see greedy_decode.
+    Raise ValueError if target_length < max_length.
     """
 
     def __init__(

@@ -34,9 +34,9 @@ def choose_backend(
 ) -> tuple[Backend, str]:
     """Return the backend that will run, and a reason for the log. On CUDA it has passed its check.
 
-    Methods with AttentionWeights run in `blocks`, whatever the name. documents: attention stays within documents. Raise
-    UserError for a named backend that cannot run or fails its check,
-    if no backend passes, and for a method that cannot stay within documents.
+    Methods with AttentionWeights run in `blocks`, whatever the name. documents: attention stays within documents.
+    Raise UserError for a named backend that cannot run or fails its check, if no backend passes, and for a method that
+    cannot stay within documents.
     """
     if documents:
         method.check_documents()
