@@ -157,16 +157,18 @@ class Validation:
 
     def copy_gains(self, gaps: Sequence[int]) -> dict:
         """Return the result of measure_copy_gain, and KEY_as by method of validate_as for its main results."""
-        return self.measure_methods(measure_copy_gain, gaps, keys=("copy_gain", "copy_loss", "copy_accuracy"))
+        keys = ("copy_gain", "copy_gain_error", "copy_loss", "copy_accuracy")
+        return self.measure_methods(measure_copy_gain, gaps, keys=keys)
 
     def far_gains(self) -> dict:
-        """Return the result of measure_far_gain, and far_gain_as by method of validate_as."""
+        """Return the result of measure_far_gain, and far_gain_as and its error by method of validate_as."""
         arguments = self.config.val_far_windows, self.config.train_length
-        return self.measure_methods(measure_far_gain, *arguments, keys=("far_gain",))
+        return self.measure_methods(measure_far_gain, *arguments, keys=("far_gain", "far_gain_error"))
 
     def riffle_gains(self, tokens: int) -> dict:
-        """Return the result of measure_riffle_gain, and riffle_gain_as by method of validate_as."""
-        return self.measure_methods(measure_riffle_gain, self.config.train_length, tokens, keys=("riffle_gain",))
+        """Return the result of measure_riffle_gain, and riffle_gain_as and its error by method of validate_as."""
+        arguments = self.config.train_length, tokens
+        return self.measure_methods(measure_riffle_gain, *arguments, keys=("riffle_gain", "riffle_gain_error"))
 
     def attention_by_layer(self) -> dict[str, dict[str, float]]:
         """Return max_logit and attention_entropy by layer on the first PROBE tokens of the text, on each rank."""

@@ -152,6 +152,13 @@ def print_copies(results: list[dict]):
     print_table("Recovery: the gain over the gain at the longest gap within the training length", recoveries)
 
 
+def as_method(result: dict, method: str) -> dict:
+    """Return the result with the numbers of another method of validation."""
+    name = f"{result['name']} as {method}"
+    numbers = {key.removesuffix("_as"): found[method] for key, found in result.items() if key.endswith("_as")}
+    return result | {"name": name} | numbers
+
+
 @exit_on_user_error()
 def main():
     # 1. The arguments.
@@ -184,8 +191,8 @@ def main():
         )
         results.append(result)
         rows.append(result)
-        for method, losses in result.get("val_loss_as", {}).items():
-            rows.append(result | {"name": f"{folder.name} as {method}", "val_loss": losses})
+        for method in result.get("val_loss_as", {}):
+            rows.append(as_method(result, method))
 
     # 3. The tables.
     if not world.is_main:
@@ -193,10 +200,10 @@ def main():
     print(loss_table(rows))
     print_own_documents(results)
     if args.copy:
-        print_copies(results)
+        print_copies(rows)
     for kind, columns in {"far": "class of tokens", "riffle": "the end of an octave of positions"}.items():
-        rows = [(result["name"], gain_cells(result, f"{kind}_gain")) for result in results]
-        print_table(f"{kind.capitalize()} gain in nats a token, by {columns}", rows)
+        cells = [(row["name"], gain_cells(row, f"{kind}_gain")) for row in rows]
+        print_table(f"{kind.capitalize()} gain in nats a token, by {columns}", cells)
 
 
 if __name__ == "__main__":

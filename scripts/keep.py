@@ -23,6 +23,7 @@ SUMMARY = """
 steps tokens distinct_tokens parameters tokens_per_second seconds val_loss val_loss_as copy_loss copy_gain copy_gain_as
 copy_gain_error copy_accuracy copy_accuracy_as copy_loss_as far_loss far_gain far_gain_error far_gain_as far_tokens
 val_loss_by_block val_loss_own val_tokens_own riffle_gain riffle_gain_error riffle_gain_as riffle_documents
+copy_gain_error_as far_gain_error_as riffle_gain_error_as
 """.split()
 LOGGED = ("commit", "device", "torch", "started")  # lists, because a resumed run logs them again
 DATA = ("train", "validation", "tokenizer")
