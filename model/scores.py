@@ -62,14 +62,13 @@ def layer_scores(model: GPT, tokens: Tensor, max_pairs: int) -> Iterator[tuple]:
 def pair_scores(q: Tensor, k: Tensor, pairs: Iterable[Tensor], scale: float) -> Tensor:
     """Return scale * q.k of the pairs of score_pairs, float64 (H, pairs) on the CPU.
 
-    q (B, H, T, D), k (B, H_kv, T, D). In grouped-query attention, H / H_kv neighbouring query heads share a key head.
+    q, k (B, H, T, D).
     """
     b, i, j = (index.to(q.device) for index in pairs)
     q, k = upcast(q), upcast(k)
-    queries_of_a_key = q.shape[1] // k.shape[1]
     heads = []
     for head in range(q.shape[1]):  # one by one, to bound the memory
-        products = q[b, head, i] * k[b, head // queries_of_a_key, j]
+        products = q[b, head, i] * k[b, head, j]
         heads.append(products.sum(dim=-1))
     return (torch.stack(heads) * scale).double().cpu()
 

@@ -93,6 +93,7 @@ def test_scores_of_llama_and_of_its_conversions():
     for same in (model, convert(model, "rope")):
         assert_near(recorded_scores(same), exact)
     assert [*recorded_scores(convert(model, "scale_invariant_nope"))] == KEYS[::2]
+    assert [*recorded_scores(convert(model, "pope"))] == KEYS  # its parameters differ between heads
     found = recorded_scores(convert(model, "scale_invariant_rope", learn_moments=True), calibrate=True)
     assert_near(found[0, True], exact[0, True])
     for number, layer in enumerate(attention_layers(model)):

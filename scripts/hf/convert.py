@@ -96,9 +96,10 @@ def attend_with_method(
 def convert(model: nn.Module, method: str, /, *, train_length: int | None = None, **options) -> nn.Module:
     """Convert a Llama model to one of our attention methods, in place, and return it. Attention has no dropout.
 
-    model: on any device, converted before or not. train_length (default: max_position_embeddings) and options: see
-    make_method. The default rotary base is the model's. self_attn.method of each layer has the method's parameters, in
-    float32. model.config.attention_method records the conversion. Raise ValueError for an unfit model or method.
+    model: on any device. If it was converted before, parameters of its method are lost. train_length (default:
+    max_position_embeddings) and options: see make_method. The default rotary base is the model's. self_attn.method of
+    each layer has the method's parameters, in float32. model.config.attention_method records the conversion. Raise
+    ValueError for an unfit model or method.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface

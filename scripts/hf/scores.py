@@ -23,6 +23,7 @@ def layer_scores(model: nn.Module, tokens: Tensor, max_pairs: int, calibrate: bo
     def observe(layer, _, inputs):
         projections = [projection(inputs["hidden_states"]) for projection in (layer.q_proj, layer.k_proj)]
         q, k = (x.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for x in projections)  # (B, H, T, D)
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # a method may treat each head differently
         found.append((layer.layer_idx, False, pair_scores(q, k, pairs, layer.scaling)))
 
         method = getattr(layer, "method", None)
