@@ -45,19 +45,14 @@ def rank_sequences(batch_tokens: int, length: int, rank: int, world_size: int) -
     return range(first, first + share + (rank < remainder))
 
 
-def micro_batch_size(batch_tokens: int, length: int, micro_batch_tokens: int, world_size: int) -> int:
+def micro_batch_size(sequences: int, length: int, micro_batch_tokens: int) -> int:
     """Return the sequences of a micro-batch: as few micro-batches as micro_batch_tokens allows, of nearly equal size.
 
-    The last micro-batch of a rank may be smaller.
+    sequences: of a step on one rank. The last micro-batch may be smaller.
     """
-    share = rank_sequences(batch_tokens, length, 0, world_size)
-    return balanced_size(len(share), micro_batch_tokens // length)
-
-
-def balanced_size(share: int, largest: int) -> int:
-    """Return the size of micro-batches that divide a share of sequences: at most `largest`, few, nearly equal."""
-    num_micro_batches = math.ceil(share / max(1, largest))
-    return math.ceil(share / num_micro_batches)
+    largest = max(1, micro_batch_tokens // length)
+    num_micro_batches = math.ceil(sequences / largest)
+    return math.ceil(sequences / num_micro_batches)
 
 
 @dataclass(eq=False)
@@ -116,7 +111,7 @@ class TrainLoader:
         batch = torch.stack([tokens[:-1], tokens[1:]]).view(2, -1, length)
         if self.device.type == "cuda":
             batch = batch.pin_memory()
-        return batch, balanced_size(len(share), self.micro_batch_tokens // length)
+        return batch, micro_batch_size(len(share), length, self.micro_batch_tokens)
 
     def __next__(self) -> list[Batch]:
         self._submit()

@@ -20,7 +20,7 @@ from model.gpt import GPT
 from model.loss import compile_problem
 from model.methods import METHODS
 from model.methods.make import alternative_methods, layer_methods
-from model.methods.names import canonical_name, layer_pattern
+from model.methods.names import canonical_name
 from optim.muon import Muon, as_matrices, shape_scale
 from optim.schedule import lr_factor
 from optim.sharded import Group, Optimizers
@@ -160,22 +160,12 @@ def compile_model(model: GPT, config: Config, world: World) -> nn.Module:
         return model
 
     # 3. Compile.
-    torch._dynamo.config.recompile_limit = 8 + compilations(config)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # a silent fallback to eager mode would be slow
+    # Each length, size of a micro-batch and method needs a compilation. Beyond the limit, eager mode would be slow.
+    torch._dynamo.config.recompile_limit = 256
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     for block in model.blocks:
         block.compile(dynamic=False)
     return torch.compile(model, dynamic=False)
-
-
-def compilations(config: Config) -> int:
-    """Return how often a run compiles at most: for each length, full and incomplete micro-batches.
-
-    A method of validate_as has other tables, for which the compiler starts again, as it does for layers with different
-    methods.
-    """
-    methods = 1 + len(config.validate_as)
-    lengths = len({*config.train_lengths}) + methods * len({*config.val_lengths})
-    return 2 * lengths * len({*layer_pattern(config.method)})
 
 
 def plan_attention(config: Config, model: GPT, world: World, text: Text) -> dict[int, Plan]:

@@ -126,7 +126,8 @@ def check_kernels(config: Config, device: torch.device) -> Iterator[Finding]:
 def check_step(config: Config, device: torch.device) -> Iterator[Finding]:
     """Time a step of one micro-batch. The hours of the run follow from it."""
     device = start_processes(device.type).device  # sets threads and memory as in a run
-    sequences = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, 1)
+    step = config.batch_tokens // config.train_length
+    sequences = micro_batch_size(step, config.train_length, config.micro_batch_tokens)
     small = dataclasses.replace(config, batch_tokens=sequences * config.train_length, length_schedule=())
     dtype, flops = compute_dtype(config, device), training_flops_per_token(small)
     rate = matmul_rate(device, dtype, n=8192 if device.type == "cuda" else 1024)

@@ -140,7 +140,7 @@ def fine_tune(
     for step in tqdm(range(start, steps), "fine-tuning", initial=start, total=steps, unit="step", disable=None):
         task, plan = tasks[step >= steps // 2], plans[step >= steps // 2]
         count = needle.sequences * config.train_length // task.length
-        size = micro_batch_size(count * task.length, task.length, config.micro_batch_tokens, world_size=1)
+        size = micro_batch_size(count, task.length, config.micro_batch_tokens)
         batch = task.batch(range(step * count, (step + 1) * count))
         inputs, targets, mask = (torch.from_numpy(x).contiguous().to(device) for x in batch)  # (count, T)
         weights = mask / mask.sum()  # mean over the response tokens of the whole step

@@ -14,7 +14,7 @@ from pytest import approx
 import train_gpt
 from configs.config import NOT_HASHED, Config, config_hash
 from configs.presets import PRESETS, preset
-from data.loader import micro_batch_size
+from data.loader import micro_batch_size, rank_sequences
 from errors import UserError, exit_on_user_error
 from model.gpt import GPT
 from model.methods import METHODS
@@ -32,7 +32,8 @@ def test_a_step_divides_among_processes(name, processes):
     config = preset(name)
     if name in ("mini_1024", "mini_4096", "far"):  # four, two and one sequence: these are for a CPU
         processes = min(processes, config.batch_tokens // config.train_length)
-    size = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, processes)
+    share = rank_sequences(config.batch_tokens, config.train_length, 0, processes)
+    size = micro_batch_size(len(share), config.train_length, config.micro_batch_tokens)
     assert config.batch_tokens % (size * config.train_length * processes) == 0
     assert size * config.train_length <= config.micro_batch_tokens
     assert size == 14 or (name, processes) != ("gpt_304m_4k", 4)

@@ -40,9 +40,10 @@ class Trainer:
         self.optimizers = build_optimizers(config, self.model, self.world)
 
         # 2. A batch of random tokens.
-        size = micro_batch_size(config.batch_tokens, config.train_length, config.micro_batch_tokens, world_size=1)
+        sequences = config.batch_tokens // config.train_length
+        size = micro_batch_size(sequences, config.train_length, config.micro_batch_tokens)
         generator = torch.Generator().manual_seed(0)
-        shape = config.batch_tokens // config.train_length, config.train_length + 1
+        shape = sequences, config.train_length + 1
         tokens = torch.randint(config.vocab_size, shape, generator=generator).to(device)
         parts = tokens[:, :-1], tokens[:, 1:]  # inputs, targets
         self.micro_batches = [*zip(*(part.contiguous().split(size) for part in parts))]
