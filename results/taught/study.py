@@ -110,7 +110,18 @@ def order_runs(scale: Scale) -> list[Run]:
     return runs
 
 
-SWEEPS = dict(taught=taught_runs, taught_rivals=rival_runs, taught_rotation=rotation_runs, taught_order=order_runs)
+def half_runs(scale: Scale) -> list[Run]:
+    """Return the runs of scale-invariant p-RoPE with the fast rotation, and of m_t alone and a_t alone with it."""
+    return in_turn(scale, [(SI, QUARTER | {"terms": "m"}), (SI, QUARTER | {"terms": "a"}), (SI, QUARTER)])
+
+
+SWEEPS = dict(
+    taught=taught_runs,
+    taught_rivals=rival_runs,
+    taught_rotation=rotation_runs,
+    taught_order=order_runs,
+    taught_halves=half_runs,
+)
 
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
@@ -198,7 +209,14 @@ def rotation_tests(study: Study) -> list[PairedTests]:
     return [PairedTests("Tests", SI, rivals, measures, "nats a token", left_out, note)]
 
 
-TESTS = dict(taught=tests, taught_rotation=rotation_tests)
+def half_tests(study: Study) -> list[PairedTests]:
+    """Return the four tests of a_t and m_t together against each alone, all with the fast rotation."""
+    halves = [f"{FAST} terms=m", f"{FAST} terms=a"]
+    note = "These tests were fixed before the runs of the halves."
+    return [PairedTests("Halves", FAST, halves, reach_measures(study, gap_ratio=4), "nats", note=note)]
+
+
+TESTS = dict(taught=tests, taught_rotation=rotation_tests, taught_halves=half_tests)
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
@@ -251,8 +269,8 @@ def cost_table(study: Study) -> str:
 
 
 def rotation(study: Study) -> str:
-    """Return the tables of the factorial as Markdown. A section has the tests."""
-    for paired in rotation_tests(study):
+    """Return the tables of the factorial, or of the halves, as Markdown. A section has the tests."""
+    for paired in TESTS[study.item](study):
         study.sections += paired.section()
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
     text += "loss of their second copy. Mean \u00b1 standard error over seeds."
@@ -287,4 +305,4 @@ def order(study: Study) -> str:
 
 
 NUMBERS = {}
-ITEMS = dict(taught=taught, taught_rivals=taught, taught_rotation=rotation, taught_order=order)
+ITEMS = dict(taught=taught, taught_rivals=taught, taught_rotation=rotation, taught_order=order, taught_halves=rotation)
