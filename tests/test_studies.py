@@ -114,6 +114,7 @@ far | Primary comparisons | {SI} | rope; logn_p_rope; {ALIBI} \
 | time to copy, M tokens; loss, 512 tokens (1x); {FAR} | 3 4 5 6
 far | Fast at far | {FAST} | {SI}; logn_p_rope; {ALIBI}; bam_ssmax | {FAR} | 3 4 5 6
 far | Xsa at far | {XSA} | {FAST} | {FAR} | 3 4 5 6
+taught_halves | Halves | {FAST} | {FAST} terms=m; {FAST} terms=a | {REACH} |
 taught_rotation | Tests | {SI} | logn_p_rope; p_rope | {ROTATION} | 0
 far_rotation | Tests | {SI} | logn_p_rope; p_rope | {ROTATION} | 3 4 5 6
 far_again | Again | {SI} {QUARTER} | logn_p_rope {QUARTER} | loss, 8192 tokens (16x) | 0 1 2
