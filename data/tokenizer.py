@@ -45,7 +45,8 @@ class Tokenizer:
         token = json.loads(config.read_text()).get("bos_token") if config.exists() else None
         self.eot_text = token["content"] if isinstance(token, dict) else token or END_OF_TEXT
         self.eot = self._library.token_to_id(self.eot_text)
-        require(self.eot is not None, f"{file}: has no token {self.eot_text}. Use another tokenizer.")
+        remedy = f"Name its token before documents in a {TOKENIZER_CONFIG} beside it, as bos_token."
+        require(self.eot is not None, f"{file}: has no token {self.eot_text}. {remedy}")
         self.file = file
         self.vocab_size = max(self._library.get_vocab().values()) + 1
 

@@ -71,6 +71,7 @@ class RunLog:
         self.metrics.mirror = start_mirror(
             config.wandb,
             folder=folder.path,
+            say=self.print,
             run_id=identity.read_text() if identity.exists() else None,
             project=config.wandb_project,
             name=config.name,
@@ -123,7 +124,9 @@ class RunLog:
         self.print(f"devices: {self.world.world_size} x {device}")
         self.print(f"model: {num_parameters(model):,} parameters, attention method {config.method}{options}")
         self.print(f"training: {config.steps} steps of {config.batch_tokens:,} tokens, in sequences of {lengths}")
-        self.print(f"data: {data['tokens']:,} tokens, {epochs:.2f} epochs of {config.data_dir}")
+        # A run with --init_from begins after that run's tokens, and may read the first ones again.
+        start = f"from its token {self.progress.first_token:,} of {text_tokens:,} on"
+        self.print(f"data: {data['tokens']:,} tokens, {epochs:.2f} epochs of {config.data_dir}, {start}")
 
         # 3. The code that computes it.
         for backend in dict.fromkeys(f"attention by {layer.backend.name}: {layer.why}" for layer in plan.layers):

@@ -115,13 +115,13 @@ def pictures(record: dict, image: Callable) -> dict:
     return {"charts": image(draw_validation(record))}
 
 
-def start_mirror(mode: str, *, folder: Path, run_id: str | None = None, **options):
+def start_mirror(mode: str, *, folder: Path, run_id: str | None = None, say: Callable = print, **options):
     """Start a run of wandb or trackio and return it, or None when `mode` is "off". Never prompt.
 
     mode: "off", "offline" or "online" as in wandb, or "trackio", a local dashboard without an account. The environment
-    variable WANDB_MODE overrides "online". Without an API key, "online" becomes "offline", with a printed line.
-    folder: wandb writes to `folder`/wandb. run_id: the run to continue. options: arguments of wandb.init. The metric
-    "tokens" of each record is the horizontal axis of the charts. Raise ValueError if wandb does not start.
+    variable WANDB_MODE overrides "online". Without an API key, "online" becomes "offline", and `say` gets a line about
+    it. folder: wandb writes to `folder`/wandb. run_id: the run to continue. options: arguments of wandb.init. The
+    metric "tokens" of each record is the horizontal axis of the charts. Raise ValueError if wandb does not start.
     """
     # 1. Choose the mode.
     if mode == "online":
@@ -146,7 +146,7 @@ def start_mirror(mode: str, *, folder: Path, run_id: str | None = None, **option
         if mode == "online" and not wandb.login(prompt=False):
             mode = "offline"
             command = f"wandb login && wandb sync {folder}/wandb/offline-run-*"
-            print(f"wandb has no API key, so this run is offline. Upload it later with `{command}`.")
+            say(f"wandb has no API key, so this run is offline. Upload it later with `{command}`.")
         settings = wandb.Settings(finish_timeout_raises=True)
         run = wandb.init(mode=mode, dir=folder, id=run_id, resume="allow", settings=settings, **options)
     except wandb.Error as error:

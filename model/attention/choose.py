@@ -42,8 +42,19 @@ def choose_backend(
         method.check_documents()
     if isinstance(method.replacement, AttentionWeights):
         return BACKENDS["blocks"], "plain PyTorch"
+
+    # 1. A wrong backend that the user named ends the run: its gradients would spoil weeks of training without a sign.
+    # A kernel under development can raise its limits by error_factor.
     if name != "auto":
-        return named_backend(name, method, device, dtype, documents)
+        if name not in BACKENDS:
+            raise UserError(f"unknown attention backend {name!r}. {did_you_mean(name, ['auto', *BACKENDS])}")
+        problem, result = check_once(name, method, device, dtype, documents)
+        if problem:
+            other, _ = choose_backend(method, device, dtype, documents=documents)
+            raise UserError(f"attention_backend {name} cannot run: {problem}. Use {other.name}.")
+        return BACKENDS[name], result or "as asked for"
+
+    # 2. Otherwise the first backend that can run.
     reasons = []
     for candidate in (*AUTOMATIC.get(device.type, ()), "blocks"):
         problem, result = check_once(candidate, method, device, dtype, documents)
@@ -52,23 +63,6 @@ def choose_backend(
             return BACKENDS[candidate], "; ".join(found) or f"the first choice on {device.type}"
         reasons.append(f"{candidate} cannot run: {problem}")
     raise UserError(f"No attention backend is right for {method.name} on {device}: {'; '.join(reasons)}. Use a CPU.")
-
-
-def named_backend(
-    name: str, method: Method, device: torch.device, dtype: torch.dtype, documents: bool
-) -> tuple[Backend, str]:
-    """Return the backend that the user named, and the reason. A wrong backend ends the run.
-
-    A wrong gradient would spoil weeks of training without a sign. A kernel under development can raise its limits by
-    error_factor.
-    """
-    if name not in BACKENDS:
-        raise UserError(f"unknown attention backend {name!r}. {did_you_mean(name, ['auto', *BACKENDS])}")
-    problem, result = check_once(name, method, device, dtype, documents)
-    if problem:
-        other, _ = choose_backend(method, device, dtype, documents=documents)
-        raise UserError(f"attention_backend {name} cannot run: {problem}. Use {other.name}.")
-    return BACKENDS[name], result or "as asked for"
 
 
 def check_once(name: str, method: Method, device: torch.device, dtype: torch.dtype, documents: bool) -> check.Checked:

@@ -28,7 +28,7 @@ from scripts.record import tracks
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.shared.arguments import Parser
 from scripts.shared.looks import LOOK, series_name
-from scripts.shared.runs import StoredRun, read_run, read_runs
+from scripts.shared.runs import StoredRun, data_fingerprint, read_run, read_runs
 from scripts.shared.tables import markdown_table
 from scripts.sweep.__main__ import STARTING, find_states, print_plan
 from scripts.sweep.local import ROOT, train
@@ -91,8 +91,11 @@ def train_seeds(args: argparse.Namespace, track: str, seeds: list[int], mechanis
     changes = settings.changes | args.fields | {"method": method}
     runs = [Run(settings.preset, changes | {"seed": seed}) for seed in seeds]
     config = runs[0].config
-    print(f"{method}: {tracks.measure_method(config)}; limits over RoPE's: {tracks.LIMITS}")
+    print(f"{method} {config.method_options}: {tracks.measure_method(config)}; limits over RoPE's: {tracks.LIMITS}")
     open_split(config.data_dir, "train", config.vocab_size)  # raises UserError without data
+    texts = {stored.text for stored in read_runs(tracks.RESULTS / settings.preset / "runs.jsonl")}
+    if texts and data_fingerprint(config) not in texts:
+        print(f"{config.data_dir} is not the board's text. Train --method rope, too: only your own runs compare.")
 
     # 3. Training.
     options = argparse.Namespace(runs_dir=runs_dir, sweep=f"record-{track}")

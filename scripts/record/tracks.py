@@ -250,7 +250,8 @@ def judge(by_name: dict[str, dict]) -> list[dict]:
     text = records[0]["text"] if records else ""
     require(
         rope or not records,
-        f"runs.jsonl has no five runs of RoPE on the text {text}. Train them (--method rope), and keep them.",
+        f"There are no five runs of RoPE on the text {text}. `run` compares with yours, of --method rope. `make` needs "
+        "the board's text (results/records/README.md).",
     )
 
     winners = []

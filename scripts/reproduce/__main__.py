@@ -116,6 +116,8 @@ def make_item(study: Study, command: str) -> tuple:
     """
     page, remedy = study.out / "tables.md", ""
     used = f"{len(study.finished)} of {len(study.runs)} runs" if study.runs else "no runs needed"
+    if study.missing and not study.runs:
+        used = f"{len(study.missing)} models are missing"
     if study.runs and not study.finished and study.item != "figure_entropy":  # its top row needs no runs
         return provenance(study, command), f"not written, {used}. Train them: `{sweep_command(command)}`"
     body = all_items()[study.item](study)
