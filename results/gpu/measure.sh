@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measures what this page predicts, on one GPU. The most important numbers come first.
-#   bash results/gpu/measure.sh right           all code paths side by side, not timed (about 310 s on an H200)
-#   bash results/gpu/measure.sh speed           timings of kernels and steps, one at a time
+#   bash results/gpu/measure.sh speed 380       timings of kernels and steps, one at a time, in at most so many seconds
 #   bash results/gpu/measure.sh curves 430      trains METHODS side by side for so many seconds; losses at 4k, 16k, 64k
+#   bash results/gpu/measure.sh right           all code paths side by side, not timed (about 310 s on an H200)
 # DOCS and BOOKS: folders of GPT-2 tokens (see docs/train.md). OUT: the folder for logs, runs and timings.
 # DRY=1 tries this script with tiny models on a CPU. If .gpu/ holds text.tar.xz and ptxas.xz, they are unpacked first.
 set -uo pipefail
@@ -11,16 +11,24 @@ began=$SECONDS
 export OUT=${OUT:-/tmp/gpu_out} W=${W:-/tmp/gpu_work}
 export PYTHONUNBUFFERED=1 TQDM_DISABLE=1 TORCHINDUCTOR_CACHE_DIR=$W/inductor TRITON_CACHE_DIR=$W/triton
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+export TORCHINDUCTOR_COMPILE_THREADS=4 # by default, each process takes all cores, and many run side by side
 mkdir -p "$OUT" "$W/logs" "$W/bench"
 python=${PYTHON:-python3}
 since() { echo $((SECONDS - began)); }
 say() { echo "[$(since) s] $*" | tee -a "$W/logs/all.txt"; }
-# Logs are packed after each part, so a machine that is taken away in the middle leaves the finished parts.
+# Logs are packed all the time, so a machine that is taken away in the middle leaves them.
 pack() { tar czf "$OUT/logs.tmp" -C "$W" --exclude=checkpoints logs runs bench 2>/dev/null; mv "$OUT/logs.tmp" "$OUT/logs.tgz"; }
+total=${2:-600}
 start() { # NAME SECONDS COMMAND...: runs in the background, with a log and a time limit
-    local name=$1 limit=$2
+    local name=$1 limit=$2 left=$((total - $(since) - 10))
     shift 2
-    [ -z "${DRY:-}" ] || limit=$((20 * limit)) # a few slow cores
+    limit=$((limit < left ? limit : left))
+    if [ -n "${DRY:-}" ]; then
+        limit=2000 # a few slow cores
+    elif [ $limit -lt 30 ]; then
+        say "$name: no time left"
+        return
+    fi
     (
         began_job=$(since)
         timeout "$limit" "$@" >"$W/logs/$name.txt" 2>&1
@@ -29,7 +37,7 @@ start() { # NAME SECONDS COMMAND...: runs in the background, with a log and a ti
     jobs+=($!)
     [ -z "${DRY:-}" ] || join # one after the other
 }
-join() { [ ${#jobs[@]} = 0 ] || wait "${jobs[@]}"; jobs=(); pack; } # a bare `wait` would wait for `packer`
+join() { [ ${#jobs[@]} = 0 ] || wait "${jobs[@]}"; jobs=(); } # a bare `wait` would wait for `packer`
 losses() { # NAME...: prints train losses, validation losses and the backend of finished runs
     "$python" - "$W/runs" "$@" <<'P' | tee -a "$W/logs/all.txt"
 import json, pathlib, sys
@@ -42,7 +50,7 @@ for name in sys.argv[2:]:
     train = [round(line["train_loss"], 4) for line in lines if "train_loss" in line]
     summary = json.loads((folder / "summary.json").read_text())
     backend = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("attention by ")]
-    kept = {key: summary[key] for key in ("val_loss", "val_loss_as", "val_copy_gain") if key in summary}
+    kept = {key: summary[key] for key in ("val_loss", "val_loss_as", "copy_gain") if summary.get(key)}
     print(name, "train", train[:: max(1, len(train) // 6)], kept, *backend[:1])
 P
 }
@@ -75,6 +83,7 @@ common=(--data_dir "$docs" --runs_dir "$W/runs" --val_every 0 --val_copy_gaps --
 train() { # NAME SECONDS TOKENS STEPS fields...: a short run of the paper's 162M model, one micro-batch a step
     local name=$1 limit=$2 tokens=$3 steps=$4
     shift 4
+    rm -rf "${W:?}/runs/$name" # of an earlier call
     start "$name" "$limit" "$python" train_gpt.py small_4k --name "$name" "${common[@]}" --save_every 0 --steps "$steps" \
         --batch_tokens "$tokens" --micro_batch_tokens "$tokens" --val_lengths "${lengths[0]}" "$@"
 }
@@ -86,6 +95,10 @@ step_bench() { # PRESET SECONDS TOKENS arguments...
     join
     cat "$W/logs/step_$preset.txt"
 }
+
+(while sleep 20; do pack; done) &
+packer=$!
+trap 'kill $packer 2>/dev/null' EXIT
 
 case ${1:?right, speed or curves} in
 right)
@@ -109,6 +122,7 @@ right)
     (   # SIGKILL in the middle, then resume: the end must equal si_small up to rounding
         run=("$python" train_gpt.py small_4k --name si_killed "${common[@]}" --steps 12 --batch_tokens $small
             --micro_batch_tokens $small --val_lengths "${lengths[0]}" --save_every 4 --resume auto)
+        rm -rf "${W:?}/runs/si_killed"
         "${run[@]}" >"$W/logs/si_killed_1.txt" 2>&1 &
         first=$!
         for _ in $(seq 600); do
@@ -127,15 +141,16 @@ right)
     cat "$W/logs/doctor.txt"
     ;;
 speed)
-    start kernels 300 "$python" -m results.gpu.attention --lengths "${lengths[@]}" --rounds 5 --variants "${fused[@]}" \
+    step_bench gpt_162m_4k 200 $((2 * micro)) p_rope scale_invariant_p_rope --steps 3 --rounds 5
+    start kernels 300 "$python" -m results.gpu.attention --lengths "${lengths[@]}" --rounds 3 --variants "${fused[@]}" \
         --out "$W/bench" "${attention[@]}"
     join
     cat "$W/logs/kernels.txt"
-    step_bench gpt_162m_4k 200 $((2 * micro)) p_rope scale_invariant_p_rope logn_p_rope alibi --steps 3 --rounds 5
     if [ -z "${DRY:-}" ]; then
-        tiles=$("$python" -c 'from results.gpu.attention import TILES; print(*(f"flex-{tiles}:si" for tiles in TILES))')
-        # shellcheck disable=SC2086
-        start tiles 200 "$python" -m results.gpu.attention --lengths 16384 --rounds 3 --variants flex:si $tiles --out "$W/bench"
+        tiles=(${TILES:-fwd-128-64-8-3 bwd-64-128-128-64-8-3 bwd-64-64-64-64-4-3}) # more are in attention.py
+        tiles=("${tiles[@]/#/flex-}")
+        start tiles 200 "$python" -m results.gpu.attention --lengths 16384 --rounds 3 \
+            --variants flex:si "${tiles[@]/%/:si}" --out "$W/bench/tiles"
         join
         cat "$W/logs/tiles.txt"
         micro=65536 step_bench gpt_162m_64k 150 65536 p_rope scale_invariant_p_rope --steps 1 --rounds 3
@@ -144,12 +159,12 @@ speed)
     ;;
 curves)
     # Four runs share the GPU, so a run has a quarter of the tokens that the time allows.
-    limit=${2:-430} seed=${SEED:-0} batch=65536 size=16384
+    total=${2:-430} seed=${SEED:-0} batch=65536 size=16384
     [ -z "${DRY:-}" ] || batch=2048 size=1024
     methods=(${METHODS:-rope logn_p_rope scale_invariant_p_rope scale_invariant_p_rope:form:barbero:share:0.25})
-    # 110 s for start, check, compilation and validation; 15 % for taking turns on the GPU
+    # 200 s for start, check, compilation and validation; 15 % for taking turns on the GPU
     rate=${RATE:-300000} names=()
-    steps=${STEPS:-$(((limit - 110) * rate * 85 / 100 / ${#methods[@]} / batch))}
+    steps=${STEPS:-$(((total - 200) * rate * 85 / 100 / ${#methods[@]} / batch))}
     say "$steps steps of $batch tokens for each of ${methods[*]}"
     for entry in "${methods[@]}"; do # METHOD or METHOD:OPTION:VALUE:...
         IFS=: read -ra parts <<<"$entry"
@@ -157,28 +172,26 @@ curves)
         names+=("$name")
         [ ${#parts[@]} = 1 ] || extra=(--method_options "${parts[@]:1}")
         [ "$entry" != rope ] || extra=(--validate_as rope_ntk yarn)
-        start "$name" "$limit" "$python" train_gpt.py small_4k --name "$name" --method "${parts[0]}" --seed "$seed" \
-            "${common[@]}" --steps "$steps" --save_every 0 --batch_tokens $batch --micro_batch_tokens $size --val_profile light \
-            --val_lengths "${lengths[@]}" --val_tokens $((4 * val_tokens)) --val_copy_gaps ${GAPS:-512 2048 8192 16384} \
-            --val_every $((steps / 3 + 1)) "${extra[@]}"
+        rm -rf "${W:?}/runs/$name" # of an earlier call
+        start "$name" $((total - 60)) "$python" train_gpt.py small_4k --name "$name" --method "${parts[0]}" --seed "$seed" \
+            "${common[@]}" --steps "$steps" --save_every 0 --batch_tokens $batch --micro_batch_tokens $size \
+            --val_lengths "${lengths[@]}" --val_tokens $((4 * val_tokens)) --val_copy_gaps ${GAPS-} "${extra[@]}"
     done
-    (while sleep 20; do pack; done) &
-    packer=$!
     join
-    kill $packer
     losses "${names[@]}"
-    left=$((limit - $(since)))
-    if [ $left -gt 60 ] && [ -e "$books" ]; then # a second kind of text, with long documents
-        timeout $((left - 10)) "$python" -m scripts.evaluate "${names[@]/#/$W/runs/}" --data "$books" --lengths "${lengths[@]}" \
-            >"$W/logs/books.txt" 2>&1
-        say "books: exit $?"
-        cat "$W/logs/books.txt"
-    fi
+    for name in "${names[@]}"; do # a second kind of text, with long documents
+        [ -e "$W/runs/$name/summary.json" ] && [ -e "$books" ] || continue
+        start "books-$name" 200 "$python" -m scripts.evaluate "$W/runs/$name" --data "$books" --lengths "${lengths[@]}"
+    done
+    join
+    cat "$W"/logs/books-*.txt
     ;;
 *)
     say "no such part: $1. Name right, speed or curves."
     exit 2
     ;;
 esac
+kill $packer
+wait $packer 2>/dev/null
 pack
 say "end: everything is in $OUT/logs.tgz"
