@@ -125,7 +125,7 @@ class RunLog:
         self.print(f"model: {num_parameters(model):,} parameters, attention method {config.method}{options}")
         self.print(f"training: {config.steps} steps of {config.batch_tokens:,} tokens, in sequences of {lengths}")
         # A run with --init_from begins after that run's tokens, and may read the first ones again.
-        start = f"from its token {self.progress.first_token:,} of {text_tokens:,} on"
+        start = f"from its token {self.progress.first_token % text_tokens:,} of {text_tokens:,} on"
         self.print(f"data: {data['tokens']:,} tokens, {epochs:.2f} epochs of {config.data_dir}, {start}")
 
         # 3. The code that computes it.

@@ -11,13 +11,17 @@ began=$SECONDS
 export OUT=${OUT:-/tmp/gpu_out} W=${W:-/tmp/gpu_work}
 export PYTHONUNBUFFERED=1 TQDM_DISABLE=1 TORCHINDUCTOR_CACHE_DIR=$W/inductor TRITON_CACHE_DIR=$W/triton
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-export TORCHINDUCTOR_COMPILE_THREADS=4 # by default, each process takes all cores, and many run side by side
+[ "${1:-}" = speed ] || export TORCHINDUCTOR_COMPILE_THREADS=4 # by default, each of the processes takes all cores
 mkdir -p "$OUT" "$W/logs" "$W/bench"
 python=${PYTHON:-python3}
 since() { echo $((SECONDS - began)); }
 say() { echo "[$(since) s] $*" | tee -a "$W/logs/all.txt"; }
 # Logs are packed all the time, so a machine that is taken away in the middle leaves them.
-pack() { tar czf "$OUT/logs.tmp" -C "$W" --exclude=checkpoints logs runs bench 2>/dev/null; mv "$OUT/logs.tmp" "$OUT/logs.tgz"; }
+pack() {
+    local new=$OUT/logs.$BASHPID.tmp
+    tar czf "$new" -C "$W" --exclude=checkpoints logs runs bench 2>/dev/null
+    mv "$new" "$OUT/logs.tgz"
+}
 total=${2:-600}
 start() { # NAME SECONDS COMMAND...: runs in the background, with a log and a time limit
     local name=$1 limit=$2 left=$((total - $(since) - 10))
@@ -96,7 +100,7 @@ step_bench() { # PRESET SECONDS TOKENS arguments...
     cat "$W/logs/step_$preset.txt"
 }
 
-(while sleep 20; do pack; done) &
+(while sleep 20; do pack; done) >/dev/null 2>&1 &
 packer=$!
 trap 'kill $packer 2>/dev/null' EXIT
 
@@ -160,11 +164,11 @@ speed)
 curves)
     # Four runs share the GPU, so a run has a quarter of the tokens that the time allows.
     total=${2:-430} seed=${SEED:-0} batch=65536 size=16384
-    [ -z "${DRY:-}" ] || batch=2048 size=1024
+    [ -z "${DRY:-}" ] || batch=2048 size=1024 STEPS=${STEPS:-4}
     methods=(${METHODS:-rope logn_p_rope scale_invariant_p_rope scale_invariant_p_rope:form:barbero:share:0.25})
-    # 200 s for start, check, compilation and validation; 15 % for taking turns on the GPU
+    # 230 s for start, check, compilation, validation and books; 15 % for taking turns on the GPU
     rate=${RATE:-300000} names=()
-    steps=${STEPS:-$(((total - 200) * rate * 85 / 100 / ${#methods[@]} / batch))}
+    steps=${STEPS:-$(((total - 230) * rate * 85 / 100 / ${#methods[@]} / batch))}
     say "$steps steps of $batch tokens for each of ${methods[*]}"
     for entry in "${methods[@]}"; do # METHOD or METHOD:OPTION:VALUE:...
         IFS=: read -ra parts <<<"$entry"
@@ -173,7 +177,7 @@ curves)
         [ ${#parts[@]} = 1 ] || extra=(--method_options "${parts[@]:1}")
         [ "$entry" != rope ] || extra=(--validate_as rope_ntk yarn)
         rm -rf "${W:?}/runs/$name" # of an earlier call
-        start "$name" $((total - 60)) "$python" train_gpt.py small_4k --name "$name" --method "${parts[0]}" --seed "$seed" \
+        start "$name" "$total" "$python" train_gpt.py small_4k --name "$name" --method "${parts[0]}" --seed "$seed" \
             "${common[@]}" --steps "$steps" --save_every 0 --batch_tokens $batch --micro_batch_tokens $size \
             --val_lengths "${lengths[@]}" --val_tokens $((4 * val_tokens)) --val_copy_gaps ${GAPS-} "${extra[@]}"
     done
