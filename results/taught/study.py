@@ -269,8 +269,17 @@ def cost_table(study: Study) -> str:
 
 
 def rotation(study: Study) -> str:
-    """Return the tables of the factorial, or of the halves, as Markdown. A section has the tests."""
-    for paired in TESTS[study.item](study):
+    """Return the tables of the factorial as Markdown. A section has the tests."""
+    return reach_page(study, rotation_tests(study))
+
+
+def halves(study: Study) -> str:
+    """Return the tables of the halves as Markdown. A section has the tests."""
+    return reach_page(study, half_tests(study))
+
+
+def reach_page(study: Study, tests: list[PairedTests]) -> str:
+    for paired in tests:
         study.sections += paired.section()
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
     text += "loss of their second copy. Mean \u00b1 standard error over seeds."
@@ -305,4 +314,4 @@ def order(study: Study) -> str:
 
 
 NUMBERS = {}
-ITEMS = dict(taught=taught, taught_rivals=taught, taught_rotation=rotation, taught_order=order, taught_halves=rotation)
+ITEMS = dict(taught=taught, taught_rivals=taught, taught_rotation=rotation, taught_order=order, taught_halves=halves)
