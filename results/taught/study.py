@@ -279,6 +279,7 @@ def halves(study: Study) -> str:
 
 
 def reach_page(study: Study, tests: list[PairedTests]) -> str:
+    """Return tables of losses and copy gains by length as Markdown. Sections have the tests."""
     for paired in tests:
         study.sections += paired.section()
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
