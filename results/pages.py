@@ -27,7 +27,8 @@ column in turn. A cell without a digit stays, as does a cell with a comment of i
     tokens PLACE SERIES              training tokens; also: parameters, val_tokens
     NAME - NAME                      difference within the seeds that both have
     stderr NAME [- NAME]             standard error over seeds of one of these numbers, or of their difference
-    seeds NAME [- NAME]              its number of seeds; also: sd (standard deviation), lowest, highest
+    seeds NAME [- NAME]              its number of seeds; also: sd (standard deviation), lowest, highest, first (seed)
+    text blocks PLACE LENGTH SERIES  error of the loss from the text (results/text_error.py), also of a difference
     p PLACE TITLE MEASURE SERIES     p-value after Holm's correction, of a section of PLACE/tables.md; its format is "p"
     p PLACE all TITLE ...            the same after one correction over all tests of the study
     test PLACE TITLE MEASURE SERIES  the mean difference of this test
@@ -52,6 +53,7 @@ from pathlib import Path
 from configs.sweeps import SI
 from errors import exit_on_user_error, require
 from files import replace_text
+from results.text_error import block_losses, text_error
 from scripts.reproduce.comparisons import differences, format_p, holm
 from scripts.reproduce.study import Study
 from scripts.reproduce.tables import paper_targets, read_losses
@@ -144,6 +146,7 @@ def measures() -> dict:
     found = {
         "loss": lambda stored, method: final_losses(stored.summary, method),
         "copy": lambda stored, method: copy_gains(stored.summary, method),
+        "blocks": lambda stored, method: block_losses(stored.summary, method),
     }
     for study in studies():
         found |= getattr(study, "NUMBERS", {})
@@ -188,6 +191,8 @@ STATISTICS = {
     "sd": statistics.stdev,
     "lowest": min,
     "highest": max,
+    "first": lambda values: values[0],
+    "text": text_error,
 }
 
 
@@ -206,7 +211,7 @@ class Page:
         for each in names:
             require(each in self.numbers, f"No kept run has the number {each!r}. Correct its name on the page.")
         first, *others = (self.numbers[each] for each in names)
-        shared = [seed for seed in first if all(seed in other for other in others)]
+        shared = sorted(seed for seed in first if all(seed in other for other in others))
         differences = [first[seed] - sum(other[seed] for other in others) for seed in shared]
         return STATISTICS.get(kind, statistics.fmean)(differences)
 

@@ -31,7 +31,7 @@ METHODS = {  # in the order of the table: method and options
     "RoPE": ("rope", {}),
     "LogN + p-RoPE": ("logn_p_rope", {}),
     "ALiBi": ("alibi", {"slope_scale": 4.0}),
-    "scale-invariant, fast rotation": ("scale_invariant_p_rope", {"form": "barbero", "share": 0.25}),
+    "scale-invariant, fast rotation (ours)": ("scale_invariant_p_rope", {"form": "barbero", "share": 0.25}),
 }
 # The table depends on these fields, but config_hash ignores them. Finished runs must agree in them.
 TABLE_FIELDS = ("dtype", "val_lengths", "val_tokens", "val_copy_gaps")

@@ -8,7 +8,6 @@ import collections
 import statistics
 
 import numpy as np
-from scipy import stats
 
 from configs.runs import Run
 from configs.sweeps import SCALES, SI, Scale, forms
@@ -31,14 +30,15 @@ from results.taught.study import (
     drawn_styles,
     in_turn,
     primary_tests,
-    rotation,
+    reach_page,
     rotation_runs,
     rotation_tests,
 )
+from results.text_error import text_errors
 from scripts.reproduce.drawing import Line, Panel, draw_panels, row_lines
 from scripts.reproduce.study import BySeed, Study, samples
 from scripts.reproduce.tables import make_table
-from scripts.shared.looks import series_name
+from scripts.shared.looks import plot_styles, series_name
 from scripts.shared.runs import StoredRun, copy_gains, final_losses, measured
 from scripts.shared.tables import format_mean, markdown_table, mean_and_stderr, summarise
 
@@ -170,6 +170,8 @@ def tests(study: Study) -> list[PairedTests]:
     Losses and far gains are of the runs that copy.
     """
     T, budget, times = study.base_length, training_tokens(study), times_to_copy(study)
+    if not copies(times):
+        return []
     losses = study.by_seed(final_losses)
     near = of_copying(at(losses, T), times)
     far = of_copying(at(losses, 16 * T), times)
@@ -232,6 +234,11 @@ def of_copying(values: dict[str, BySeed], times: dict[str, dict]) -> dict[str, B
     return found
 
 
+def copies(times: dict[str, dict[int, float | None]]) -> bool:
+    """Return whether any run copies. times: times_to_copy."""
+    return any(time is not None for by_seed in times.values() for time in by_seed.values())
+
+
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
 GAP_RATIOS = (1 / 8, 1 / 2, 2, 8)  # tokens between two copies / training length
@@ -245,7 +252,9 @@ def far(study: Study) -> str:
     for paired in tests(study):
         study.sections += paired.section()
     if study.sections:
-        study.sections += text_errors(study)
+        copying = of_copying(at(study.by_seed(final_losses), T), times_to_copy(study))
+        for ours in (SI, FAST):
+            study.sections += text_errors(study, ours, study.all_series, copying)
 
     # 2. The figures.
     looks = drawn_styles(study, DRAWN)
@@ -270,41 +279,25 @@ def far(study: Study) -> str:
     return "\n\n".join([text, *figures, *tables])
 
 
-def text_errors(study: Study) -> list[str]:
-    """Return lines with bootstrap errors of the loss differences over blocks of the validation text."""
-    # 1. All runs have the blocks of the run with the fewest, which are means of the others' blocks.
-    times = times_to_copy(study)
-    blocks = study.by_seed(lambda summary, method: measured(summary, "val_loss_by_block", method))
-    count = min(len(losses) for by_seed in blocks.values() for losses in by_seed.values())  # it divides all counts
-    for by_seed in blocks.values():
-        for seed, losses in by_seed.items():
-            by_seed[seed] = np.reshape(losses, (count, -1)).mean(axis=1)
+def far_rotation(study: Study) -> str:
+    """Return the tables of the factorial and its losses against training tokens as Markdown.
 
-    # 2. A row for each length and series.
-    rows = [["minus", "tokens", "difference", "seeds"]]
-    for length in (study.base_length, 16 * study.base_length):
-        losses = of_copying(at(blocks, str(length)), times)
-        ours = losses.get(SI, {})
-        for series in study.all_series:
-            others = losses.get(series, {})
-            seeds = sorted(ours.keys() & others.keys())
-            if series == SI or not seeds:
-                continue
-            difference = np.mean([ours[seed] - others[seed] for seed in seeds], axis=0)  # (blocks,)
-            error = stats.bootstrap((difference,), np.mean, method="basic", rng=0).standard_error
-            cell = f"{difference.mean():+.3f} \u00b1 {error:.3f}"
-            rows.append([series_name(series), str(length), cell, str(len(seeds))])
-    if len(rows) == 1:
-        return []
-    text = f"Error from the text: {series_name(SI)} minus each method, mean over seeds \u00b1 bootstrap error over "
-    text += f"{count} blocks of the validation text, of runs that copy."
-    return [text, markdown_table(rows)]
+    Without a run that copies, as on books, the study is not that of the tests.
+    """
+    rules = ("p_rope", "logn_p_rope", SI)
+    fast = [f"{rule} {FAST_OPTIONS}" for rule in rules]
+    text = reach_page(study, rotation_tests(study) if copies(times_to_copy(study)) else [], fast[:2])
+    if not study.finished:
+        return text
+    draw_curves(study, plot_styles([*rules, *fast]))
+    return f"{text}\n\n{study.figure_markdown(f'{study.item}_curves')}"
 
 
 def again(study: Study) -> str:
     """Return the tables of the new seeds as Markdown. Sections have the tests."""
     for paired in again_tests(study):
         study.sections += paired.section()
+    study.sections += text_errors(study, FAST, [f"logn_p_rope {FAST_OPTIONS}"])
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
     text += "loss of their second copy. Mean \u00b1 standard error over seeds."
     return "\n\n".join([text, *reach_tables(study, [round(ratio * study.base_length) for ratio in GAP_RATIOS])])
@@ -379,4 +372,4 @@ def draw_curves(study: Study, looks: dict[str, dict]):
     draw_panels(path, [panels], x="M training tokens", y="nats a token", bands=True, sharey=True)
 
 
-ITEMS = dict(far=far, far_heads=far_heads, far_rotation=rotation, far_again=again)
+ITEMS = dict(far=far, far_heads=far_heads, far_rotation=far_rotation, far_again=again)

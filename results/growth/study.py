@@ -9,7 +9,8 @@ from configs.runs import Run
 from configs.sweeps import SCALES, SI, Scale, forms
 from results.far.study import draw_curves
 from results.reach import reach_tables
-from results.taught.study import FAST, QUARTER
+from results.taught.study import FAST, FAST_OPTIONS, QUARTER
+from results.text_error import text_errors
 from scripts.reproduce.drawing import Line, Panel, draw_panels
 from scripts.reproduce.study import Study
 from scripts.shared.looks import plot_styles, series_label, series_name
@@ -86,6 +87,8 @@ def longer(study: Study) -> str:
     lead = f"Loss at {16 * study.base_length} tokens minus that of {series_name(RIVAL)} with the published rotation, "
     lead += "within seeds. The last row is on all validation tokens, the others on a sixteenth."
     parts = [text, *reach_tables(study, [*GAPS]), lead, markdown_table(leads(study))]
+    for form in FORMS:
+        parts += text_errors(study, form, [RIVAL, f"{RIVAL} {FAST_OPTIONS}"])
     if study.finished:
         draw_curves(study, plot_styles(study.all_series))
         parts.append(study.figure_markdown(f"{study.item}_curves"))

@@ -9,6 +9,7 @@ from data.python_source import COPY_ROWS
 from measure.flops import training_flops_per_token
 from results.paired import PairedTests, at
 from results.reach import draw_reach, reach_tables
+from results.text_error import text_errors
 from scripts.reproduce.study import BySeed, Study
 from scripts.shared.looks import plot_styles, series_label, series_name
 from scripts.shared.runs import copy_gains, final_losses
@@ -270,18 +271,23 @@ def cost_table(study: Study) -> str:
 
 def rotation(study: Study) -> str:
     """Return the tables of the factorial as Markdown. A section has the tests."""
-    return reach_page(study, rotation_tests(study))
+    rivals = [f"logn_p_rope {FAST_OPTIONS}", f"p_rope {FAST_OPTIONS}"]
+    return reach_page(study, rotation_tests(study), rivals)
 
 
 def halves(study: Study) -> str:
     """Return the tables of the halves as Markdown. A section has the tests."""
-    return reach_page(study, half_tests(study))
+    return reach_page(study, half_tests(study), [f"{FAST} terms=m", f"{FAST} terms=a"])
 
 
-def reach_page(study: Study, tests: list[PairedTests]) -> str:
-    """Return tables of losses and copy gains by length as Markdown. Sections have the tests."""
+def reach_page(study: Study, tests: list[PairedTests], rivals: list[str]) -> str:
+    """Return tables of losses and copy gains by length as Markdown. Sections have the tests.
+
+    A further section has the errors from the text of FAST minus the rivals.
+    """
     for paired in tests:
         study.sections += paired.section()
+    study.sections += text_errors(study, FAST, rivals)
     text = "Loss: nats per token on natural text, by sequence length. Copy gain: loss of 32 random tokens minus the "
     text += "loss of their second copy. Mean \u00b1 standard error over seeds."
     gaps = [round(ratio * study.base_length) for ratio in GAP_RATIOS]
