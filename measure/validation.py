@@ -176,8 +176,8 @@ class Validation:
         sequences = max(1, PROBE // length)
         tokens = self.text.read(0, sequences * length, self.config.vocab_size)  # goes round a shorter text
         batch = torch.from_numpy(tokens.astype("int64")).view(sequences, length)
-        plans = self.plans[self.config.method]
-        return attention_by_layer(self.eager, batch.to(self.world.device), plans[length])
+        plan = self.plans[self.config.method][length]
+        return attention_by_layer(self.eager, batch.to(self.world.device), plan)
 
     def measure_methods(self, measure: Callable[..., dict], *arguments: Any, keys: Sequence[str]) -> dict:
         """Return the results of the run's method, and for each key, under KEY_as, the results of each other method."""

@@ -286,9 +286,9 @@ def far_rotation(study: Study) -> str:
     """
     rules = ("p_rope", "logn_p_rope", SI)
     fast = [f"{rule} {FAST_OPTIONS}" for rule in rules]
-    text = reach_page(study, rotation_tests(study) if copies(times_to_copy(study)) else [], fast[:2])
-    if not study.finished:
-        return text
+    if not copies(times_to_copy(study)):
+        return reach_page(study, [], fast[:2])
+    text = reach_page(study, rotation_tests(study), fast[:2])
     draw_curves(study, plot_styles([*rules, *fast]))
     return f"{text}\n\n{study.figure_markdown(f'{study.item}_curves')}"
 

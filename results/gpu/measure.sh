@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Measures what this page predicts, on one GPU. The most important numbers come first.
-#   bash results/gpu/measure.sh speed 380       timings of kernels and steps, one at a time, in at most so many seconds
-#   bash results/gpu/measure.sh curves 430      trains METHODS side by side for so many seconds; losses at 4k, 16k, 64k
+#   bash results/gpu/measure.sh speed 340       timings of kernels and steps, one at a time, in at most so many seconds
+#   bash results/gpu/measure.sh curves 470      trains METHODS side by side for so many seconds; losses at 4k, 16k, 64k.
+#                                               300 seconds are start, compilation and validation
 #   bash results/gpu/measure.sh right           all code paths side by side, not timed (about 310 s on an H200)
 # DOCS and BOOKS: folders of GPT-2 tokens (see docs/train.md). OUT: the folder for logs, runs and timings.
 # DRY=1 tries this script with tiny models on a CPU. If .gpu/ holds text.tar.xz and ptxas.xz, they are unpacked first.
@@ -19,7 +20,7 @@ say() { echo "[$(since) s] $*" | tee -a "$W/logs/all.txt"; }
 # Logs are packed all the time, so a machine that is taken away in the middle leaves them.
 pack() {
     local new=$OUT/logs.$BASHPID.tmp
-    tar czf "$new" -C "$W" --exclude=checkpoints logs runs bench 2>/dev/null
+    tar czf "$new" -C "$W" --exclude=checkpoints logs runs bench warm 2>/dev/null
     mv "$new" "$OUT/logs.tgz"
 }
 total=${2:-600}
@@ -60,17 +61,17 @@ P
 }
 jobs=()
 
-if [ ! -e "$W/ready" ]; then
-    { date; git rev-parse HEAD; cat .gpu/commit; nvidia-smi; uname -a; nproc; free -g; "$python" -m pip list; } >"$W/logs/machine.txt" 2>&1
-    [ ! -e .gpu/text.tar.xz ] || "$python" - "$W" <<'P' # a bare machine may lack xz
+"$python" -c "import torch._inductor.compile_fx, scipy.stats" & # a cold start reads a gigabyte
+{ date; git rev-parse HEAD; cat .gpu/commit; nvidia-smi; uname -a; nproc; free -g; "$python" -m pip list; } >"$W/logs/machine.txt" 2>&1 &
+if [ ! -e "$W/ready" ] && [ -e .gpu/text.tar.xz ]; then
+    "$python" - "$W" <<'P' && touch "$W/ready" # a bare machine may lack xz
 import lzma, pathlib, shutil, sys, tarfile
 work = pathlib.Path(sys.argv[1])
+tarfile.open(".gpu/text.tar.xz").extractall(work, filter="data")
 with lzma.open(".gpu/ptxas.xz") as packed, open(work / "ptxas", "wb") as file:
     shutil.copyfileobj(packed, file)
 (work / "ptxas").chmod(0o755)
-tarfile.open(".gpu/text.tar.xz").extractall(work, filter="data")
 P
-    touch "$W/ready"
 fi
 [ ! -e "$W/ptxas" ] || export TRITON_PTXAS_PATH=$W/ptxas
 docs=${DOCS:-$W/docs} books=${BOOKS:-$W/books}
@@ -91,13 +92,21 @@ train() { # NAME SECONDS TOKENS STEPS fields...: a short run of the paper's 162M
     start "$name" "$limit" "$python" train_gpt.py small_4k --name "$name" "${common[@]}" --save_every 0 --steps "$steps" \
         --batch_tokens "$tokens" --micro_batch_tokens "$tokens" --val_lengths "${lengths[0]}" "$@"
 }
-step_bench() { # PRESET SECONDS TOKENS arguments...
+time_step() { # PRESET SECONDS TOKENS arguments...
     local preset=$1 limit=$2 tokens=$3
     shift 3
-    start "step_$preset" "$limit" "$python" -m scripts.bench step "$preset" "$@" --out "$W/bench" --data_dir "$docs" \
-        --batch_tokens "$tokens" --micro_batch_tokens $((tokens < micro ? tokens : micro)) "${tiny[@]}"
-    join
-    cat "$W/logs/step_$preset.txt"
+    start "$kind-step_$preset" "$limit" "$python" -m scripts.bench step "$preset" "$@" --out "$W/$kind" \
+        --data_dir "$docs" --batch_tokens "$tokens" --micro_batch_tokens $((tokens < micro ? tokens : micro)) "${tiny[@]}"
+    finish
+}
+time_attention() { # NAME SECONDS arguments...
+    local name=$1 limit=$2
+    shift 2
+    start "$kind-$name" "$limit" "$python" -m results.gpu.attention "$@" --out "$W/$kind/$name" "${attention[@]}"
+    finish
+}
+finish() { # timings run one at a time, and the compilations before them side by side
+    [ "$kind" = warm ] || join
 }
 
 (while sleep 20; do pack; done) >/dev/null 2>&1 &
@@ -145,30 +154,43 @@ right)
     cat "$W/logs/doctor.txt"
     ;;
 speed)
-    step_bench gpt_162m_4k 200 $((2 * micro)) p_rope scale_invariant_p_rope --steps 3 --rounds 5
-    start kernels 300 "$python" -m results.gpu.attention --lengths "${lengths[@]}" --rounds 3 --variants "${fused[@]}" \
-        --out "$W/bench" "${attention[@]}"
-    join
-    cat "$W/logs/kernels.txt"
-    if [ -z "${DRY:-}" ]; then
-        tiles=(${TILES:-fwd-128-64-8-3 bwd-64-128-128-64-8-3 bwd-64-64-64-64-4-3}) # more are in attention.py
-        tiles=("${tiles[@]/#/flex-}")
-        start tiles 200 "$python" -m results.gpu.attention --lengths 16384 --rounds 3 \
-            --variants flex:si "${tiles[@]/%/:si}" --out "$W/bench/tiles"
+    # Compilation takes most of the time. So a first round compiles side by side, and fills the caches of the second.
+    # The times of the first round are disturbed. They are all there is if the second does not end.
+    tiles=(${TILES:-fwd-128-64-8-3 bwd-64-128-128-64-8-3 bwd-64-64-64-64-4-3}) # more are in attention.py
+    tiles=("${tiles[@]/#/flex-}")
+    tiles=(flex:si "${tiles[@]/%/:si}")
+    [ -z "${DRY:-}" ] || tiles=(flex:si)
+    for kind in warm bench; do
+        rounds=3
+        if [ $kind = warm ]; then
+            rounds=1
+            export TORCHINDUCTOR_COMPILE_THREADS=5
+        fi
+        time_step gpt_162m_4k 300 $((2 * micro)) p_rope scale_invariant_p_rope --steps 3 --rounds $rounds
+        time_attention kernels 200 --lengths "${lengths[@]::2}" --rounds $rounds --variants "${fused[@]}"
+        time_attention tiles 200 --lengths "${lengths[1]}" --rounds $rounds --variants "${tiles[@]}"
         join
-        cat "$W/logs/tiles.txt"
-        micro=65536 step_bench gpt_162m_64k 150 65536 p_rope scale_invariant_p_rope --steps 1 --rounds 3
-        micro=57344 step_bench gpt_304m_4k 150 57344 scale_invariant_p_rope --steps 1 --rounds 3
+    done
+    unset TORCHINDUCTOR_COMPILE_THREADS
+    if [ -z "${DRY:-}" ]; then
+        time_attention kernels_64k 100 --lengths "${lengths[2]}" --rounds 2 --variants flex:plain cudnn:plain flex:si
+        micro=65536 time_step gpt_162m_64k 150 65536 p_rope scale_invariant_p_rope --steps 1 --rounds 3
+        micro=57344 time_step gpt_304m_4k 150 57344 scale_invariant_p_rope --steps 1 --rounds 3
     fi
+    cat "$W"/logs/bench-*.txt
     ;;
 curves)
     # Four runs share the GPU, so a run has a quarter of the tokens that the time allows.
-    total=${2:-430} seed=${SEED:-0} batch=65536 size=16384
+    total=${2:-470} seed=${SEED:-0} batch=65536 size=32768
     [ -z "${DRY:-}" ] || batch=2048 size=1024 STEPS=${STEPS:-4}
     methods=(${METHODS:-rope logn_p_rope scale_invariant_p_rope scale_invariant_p_rope:form:barbero:share:0.25})
-    # 230 s for start, check, compilation, validation and books; 15 % for taking turns on the GPU
+    # 280 s for start, check, compilation, validation and books; 25 % for taking turns on the GPU
     rate=${RATE:-300000} names=()
-    steps=${STEPS:-$(((total - 230) * rate * 85 / 100 / ${#methods[@]} / batch))}
+    steps=${STEPS:-$(((total - 280) * rate * 75 / 100 / ${#methods[@]} / batch))}
+    if [ "$steps" -lt 4 ]; then
+        say "$total seconds are too few for ${#methods[@]} methods. Give at least 330, or STEPS."
+        exit 2
+    fi
     say "$steps steps of $batch tokens for each of ${methods[*]}"
     for entry in "${methods[@]}"; do # METHOD or METHOD:OPTION:VALUE:...
         IFS=: read -ra parts <<<"$entry"
@@ -184,8 +206,9 @@ curves)
     join
     losses "${names[@]}"
     for name in "${names[@]}"; do # a second kind of text, with long documents
-        [ -e "$W/runs/$name/summary.json" ] && [ -e "$books" ] || continue
-        start "books-$name" 200 "$python" -m scripts.evaluate "$W/runs/$name" --data "$books" --lengths "${lengths[@]}"
+        ls "$W/runs/$name"/checkpoints/*.pt >/dev/null 2>&1 && [ -e "$books" ] || continue
+        start "books-$name" 200 "$python" -m scripts.evaluate "$W/runs/$name" --data "$books" --lengths "${lengths[@]}" \
+            --val-tokens $((2 * val_tokens))
     done
     join
     cat "$W"/logs/books-*.txt

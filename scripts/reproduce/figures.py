@@ -2,11 +2,13 @@
 
 import collections
 import itertools
+import json
 import math
 
 import numpy as np
 from scipy import stats
 
+from files import replace_text
 from scripts.reproduce import logits, theory
 from scripts.reproduce.drawing import Line, Panel, draw_panels, row_lines
 from scripts.reproduce.study import Study, abbreviate_length
@@ -155,18 +157,23 @@ def figure_entropy(study: Study) -> str:
     study.computed = True
     lengths = [2**k for k in range(7, 17)]  # 128 .. 65,536
     sources = {"iid scores": theory.iid_entropy(lengths, theory.DRAWS, seed=0)}
-    if trained := trained_entropy(study, [n for n in lengths if n <= study.lengths[-1]]):
-        sources["trained models"] = trained
+    trained = trained_entropy(study, [n for n in lengths if n <= study.lengths[-1]])
+    kept = study.out / "figure_entropy.json"  # the numbers outlive the weights
+    if trained:
+        replace_text(kept, json.dumps(trained))
+    if kept.exists():
+        sources["trained models"] = json.loads(kept.read_text())
     grid = [entropy_panels(source, rows) for source, rows in sources.items()]
-    x = "context length (tokens)"
-    draw_panels(study.figure_path(), grid, x=x, y="nats", log=10, height=1.75, bands=True, sharex=True)
+    draw_panels(
+        study.figure_path(), grid, x="context length (tokens)", y="nats", log=10, height=1.75, bands=True, sharex=True
+    )
     text = (
         "Attention with no scaling, with LogN, and scale-invariant. Top: independent Gaussian scores (LogN s = 0.4, "
         f"\u03c4 = 10), mean over {theory.DRAWS} draws. Bottom: last query of each context in p-RoPE models, mean "
         f"over seeds, layers, heads and {WINDOWS} windows of validation text. Bands: \u00b1 1 standard error "
         "over draws, or over seeds and windows."
     )
-    if not trained:
+    if not kept.exists():
         study.notes.append("The bottom row is left out, because there is no trained model.")
     return f"{text}\n\n{study.figure_markdown()}"
 

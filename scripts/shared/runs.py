@@ -204,8 +204,7 @@ def data_fingerprint(config: Config) -> str | None:
     if config.init_from:
         return None
     try:
-        stream = open_split(config.data_dir, "train", config.vocab_size)
-        return stream.fingerprint(config.steps * config.batch_tokens)
+        return open_split(config.data_dir, "train", config.vocab_size).fingerprint(config.steps * config.batch_tokens)
     except (OSError, ValueError):
         return None
 
