@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Collection
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from configs.config import Config, OptionValue, with_changes
@@ -23,6 +24,8 @@ class Parser(argparse.ArgumentParser):
     """Raises UserError where argparse would print the usage and exit. --runs-dir and --runs_dir are the same option."""
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        if options.get("type") is Path:
+            options["type"] = lambda text: Path(text).expanduser()  # as in value_options
         action = super().add_argument(*names, **options)
         for name in action.option_strings:
             alias = name[:2] + name[2:].translate(str.maketrans("-_", "_-"))

@@ -60,7 +60,7 @@ class TrainLoader:
     """Iterates over steps: `next(loader)` returns the list of micro-batches of one step for one rank.
 
     A step has `batch_tokens // length` sequences in stream order. Rank r has the r-th contiguous share, cut in order
-    into micro-batches of up to `micro_batch_size` sequences. `length`: tokens, or a function from a step to tokens.
+    into micro-batches of up to `micro_batch_size` sequences. `length`: the tokens of a sequence by step.
     Step 0 begins at token `first_token` of the stream. The first `next` returns step `start_step`. A thread reads
     two steps ahead, and `next` raises its errors. Copies to a CUDA device are asynchronous, from pinned memory.
 
@@ -70,7 +70,7 @@ class TrainLoader:
     stream: TokenStream
     _: KW_ONLY
     batch_tokens: int
-    length: int | Callable[[int], int]
+    length: Callable[[int], int]
     micro_batch_tokens: int
     vocab_size: int
     rank: int = 0
@@ -98,7 +98,7 @@ class TrainLoader:
 
     def _share(self, step: int) -> tuple[range, int]:
         """Return the indices of this rank's sequences in a step, and their length in tokens."""
-        length = self.length(step) if callable(self.length) else self.length
+        length = self.length(step)
         return rank_sequences(self.batch_tokens, length, self.rank, self.world_size), length
 
     def _load(self, step: int) -> tuple[Tensor, int]:

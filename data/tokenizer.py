@@ -95,13 +95,15 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return GPT2Tokenizer()
     if path.is_dir():
         return Tokenizer(path / TOKENIZER_FILE)
+    if path.suffix == ".json":
+        return Tokenizer(path)
     if isinstance(spec, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and not path.exists():
         model_file(spec, TOKENIZER_CONFIG)  # into the same folder of the cache
         return Tokenizer(model_file(spec, TOKENIZER_FILE))
-    if path.suffix != ".json":
-        names = "gpt2, a FILE.json, a data folder, or a model's folder or name on the hub"
-        raise UserError(f"{str(spec)!r}: no such tokenizer here. Use {names}.")
-    return Tokenizer(path)
+    raise UserError(
+        f"{str(spec)!r}: no such tokenizer here. Use gpt2, a FILE.json, a data folder, or a model's folder or name on "
+        "the hub."
+    )
 
 
 def pieces(text: str) -> Iterator[str]:

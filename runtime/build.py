@@ -110,7 +110,7 @@ def build_loader(config: Config, world: World, text: TokenStream, progress: Prog
     return TrainLoader(
         text,
         batch_tokens=config.batch_tokens,
-        length=config.length_at,  # a function of the step
+        length=config.length_at,
         micro_batch_tokens=config.micro_batch_tokens,
         vocab_size=config.vocab_size,
         rank=world.rank,

@@ -20,7 +20,7 @@ KINDS = {
     dict: "changes method_options as",
     list[str]: "commit device torch started",
     int | dict[int, int]: "val_tokens",
-    dict[int, Number]: "val_loss val_loss_before val_loss_own val_tokens_own greedy teacher_forcing",
+    dict[int, Number]: "val_loss val_loss_own val_tokens_own greedy teacher_forcing",
     dict[str, Number]: (
         "lr max_logit attention_entropy far_gain far_gain_error far_tokens riffle_gain riffle_gain_error"
     ),

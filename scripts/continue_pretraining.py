@@ -30,7 +30,6 @@ from optim.sharded import Group, Optimizers
 from runtime.build import accumulate, build_loader, calibration_tokens, open_text
 from runtime.checkpoint import latest_checkpoint
 from runtime.device import compute_dtype
-from runtime.metrics import read_metrics
 from runtime.processes import World, start_processes
 from runtime.run import Run
 from scripts.hf.convert import convert
@@ -120,11 +119,9 @@ def main():
 class ContinuedRun(Run):
     def _summary(self, validation: dict) -> dict:
         """Return the content of summary.json, with the fields that `scripts.reproduce table_llama` needs."""
-        first = next(record for record in read_metrics(self.folder.metrics) if "val_loss" in record)
         settings = {name: getattr(self.config, name) for name in ("model", "method_options")}
         settings["peak_lr"] = self.config.lr
-        measured = {"val_loss_before": first["val_loss"], "validation": self.data["validation"]}
-        return super()._summary(validation) | settings | measured
+        return super()._summary(validation) | settings | {"validation": self.data["validation"]}
 
 
 def read_settings(arguments: list[str]) -> Settings:

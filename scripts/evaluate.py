@@ -31,11 +31,11 @@ from scripts.shared.arguments import Parser
 from scripts.shared.runs import (
     REQUIRED,
     check_tokenizer,
+    comparable,
     join,
     load_run,
     open_validation_text,
     read_run,
-    single_val_tokens,
 )
 from scripts.shared.tables import format_mean, loss_table, pivot_table
 
@@ -89,20 +89,23 @@ def evaluate(
         "text": stream.fingerprint(),
         "data": str(data or config.data_dir),
     }
+    if riffles:  # first, because the text may lack long documents
+        result |= validation.riffle_gains(len(stream))
     result |= validation.losses(dict.fromkeys(lengths, tokens), complete=True)
-    result |= validation.copy_gains(gaps) if gaps else {}
-    result |= validation.far_gains() if windows else {}
-    result |= validation.riffle_gains(len(stream)) if riffles else {}
+    if gaps:
+        result |= validation.copy_gains(gaps)
+    if windows:
+        result |= validation.far_gains()
     if world.is_main:
         store(folder / ("evaluation.json" if same_text else f"evaluation_{result['text']}.json"), result)
     return result
 
 
 def store(path: Path, result: dict):
-    """Write the result. If checkpoint and number of tokens are the same, other lengths and gaps in the file stay."""
-    old = read_record(path, REQUIRED["evaluation.json"]) or {}
-    if old.get("step") == result["step"] and single_val_tokens(old) == single_val_tokens(result):
-        result = join(old, result)
+    """Write the result. The gains of this checkpoint in the file stay, and losses on the same number of tokens."""
+    old = read_record(path, REQUIRED["evaluation.json"])
+    if old and old["step"] == result["step"]:
+        result = join(comparable(old, result), result)
     replace_text(path, to_json(result) + "\n")
 
 

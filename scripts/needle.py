@@ -150,7 +150,7 @@ def fine_tune(
         )
         loss, grad_norm = optimizers.reduce(accumulate(losses))
         optimizers.step(lr_factor(schedule, step), torch.isfinite(loss + grad_norm))
-        require(math.isfinite(loss), f"the loss of step {step + 1} is not finite. Train {folder.path.parent} again.")
+        require(math.isfinite(loss + grad_norm), f"step {step + 1} is not finite. Train {folder.path.parent} again.")
         metrics.write({"step": step + 1, "train_loss": loss.item()})
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
             state = {"step": step + 1, "model": model.state_dict(), "optimizers": optimizers.state_dict()}

@@ -322,8 +322,10 @@ def test_every_bit_of_a_shard_counts(tmp_path, faults, long):
 
 
 def load(stream, **options):
-    defaults = dict(batch_tokens=120, length=3, micro_batch_tokens=12, vocab_size=VOCAB)
-    return closing(TrainLoader(stream, **defaults | options))
+    options = dict(batch_tokens=120, length=3, micro_batch_tokens=12, vocab_size=VOCAB) | options
+    if isinstance(length := options["length"], int):
+        options["length"] = lambda step: length
+    return closing(TrainLoader(stream, **options))
 
 
 @parametrize("length", [1, 15, lambda step: step % 4 + 2])

@@ -358,7 +358,7 @@ def test_table_llama_has_the_papers_numbers_and_our_rows(tmp_path, call):
     )
     for name, run in runs.items():
         losses = {"4096": run["loss"], "16384": 7.0, "65536": 8.5}
-        common |= dict(val_loss=losses, val_loss_before=losses, val_tokens=dict.fromkeys(losses, 1000))
+        common |= dict(val_loss=losses, val_tokens=dict.fromkeys(losses, 1000))
         summary = json.dumps(common | run)
         write_files(tmp_path / "runs" / "continued", {f"{name}/summary.json": summary})
     code, output = call("table_llama")

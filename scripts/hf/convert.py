@@ -64,7 +64,7 @@ class Shared:
         return self.plans[key]
 
 
-def unrotated(config, device=None, seq_len=None, layer_type=None) -> tuple:
+def unrotated(config, device=None, **unused) -> tuple:
     """Return zero frequencies, (D/2,), and the factor 1, so that transformers' rotation changes nothing."""
     return torch.zeros(config.head_dim // 2, device=device), 1.0
 
@@ -87,12 +87,14 @@ def attend_with_method(
 
     query (B, H, Tq, D); key, value (B, H / groups, Tk, D), unrotated; attention_mask: the result of find_position.
     """
+    require(isinstance(attention_mask, int), "attention_mask has 4 dimensions. Leave it out.")
     if layer.num_key_value_groups > 1:
         key, value = (x.repeat_interleave(layer.num_key_value_groups, dim=1) for x in (key, value))
     plan = layer.shared.plan(layer.method, query, key)
     return attend(layer.method, query, key, value, plan=plan).transpose(1, 2), None
 
 
+@torch.no_grad()
 def convert(model: nn.Module, method: str, /, *, train_length: int | None = None, **options) -> nn.Module:
     """Convert a Llama model to one of our attention methods, in place, and return it. Attention has no dropout.
 
@@ -134,6 +136,7 @@ def convert(model: nn.Module, method: str, /, *, train_length: int | None = None
     config.rope_parameters = rope | {"rope_type": ROPE_TYPE}
     shared = model.attention_shared = Shared()
     for layer, layer_method in zip(attention_layers(model), methods, strict=True):
+        layer_method.reset_parameters()
         layer.method, layer.shared = layer_method.to(layer.q_proj.weight.device), shared
     device = model.model.rotary_emb.inv_freq.device
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)

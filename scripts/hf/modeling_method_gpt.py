@@ -51,6 +51,7 @@ class MethodGPTConfig(PreTrainedConfig):
 class MethodGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = MethodGPTConfig
     base_model_prefix = "gpt"
+    accepts_loss_kwargs = False  # transformers' Trainer would pass num_items_in_batch
     _keep_in_fp32_modules_strict = ["method"]  # a method has few parameters, and rounding them would cost accuracy
 
     def __init__(self, config: MethodGPTConfig):

@@ -55,7 +55,8 @@ def read_losses(study: Study) -> tuple:
         found = [final_losses(stored.summary, method) for method in study.series(run).values()]
         if absent := {length for length in lengths if any(length not in by_length for by_length in found)}:
             command = ["python -m scripts.evaluate", stored.path, "--lengths", *sorted(absent)]
-            command += ["--as", *run.config.validate_as] if run.config.validate_as else []
+            if run.config.validate_as:
+                command += ["--as", *run.config.validate_as]
             study.missing.append((run.name, f"not validated: run `{' '.join(map(str, command))}`"))
     return samples(study.by_seed(final_losses)), lengths
 

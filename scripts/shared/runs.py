@@ -148,13 +148,17 @@ def stored_config(path: Path) -> Config:
 
 
 def with_evaluation(summary: dict, evaluation: dict) -> dict:
-    """Return the summary with the results of scripts.evaluate: copy gain, far gain, losses on as many tokens."""
+    """Return the summary with the results of scripts.evaluate: gains, and losses on as many tokens."""
     if evaluation.get("step") != f"step_{summary['steps']:06d}":
         return summary
-    comparable = single_val_tokens(evaluation) == single_val_tokens(summary)
-    prefixes = ("copy_", "far_", "riffle_", *["val_loss"] * comparable)
-    found = {name: value for name, value in evaluation.items() if name.startswith(prefixes)}
-    return join(found, summary)
+    return join(comparable(evaluation, summary), summary)
+
+
+def comparable(found: dict, other: dict) -> dict:
+    """Return the gains of a record, and its losses if they are on as many tokens as those of another record."""
+    same = single_val_tokens(found) == single_val_tokens(other)
+    prefixes = ("copy_", "far_", "riffle_", *["val_"] * same)
+    return {name: value for name, value in found.items() if name.startswith(prefixes)}
 
 
 def join(old: dict, new: dict) -> dict:
