@@ -323,7 +323,7 @@ def test_every_bit_of_a_shard_counts(tmp_path, faults, long):
 
 def load(stream, **options):
     options = dict(batch_tokens=120, length=3, micro_batch_tokens=12, vocab_size=VOCAB) | options
-    if isinstance(length := options["length"], int):
+    if not callable(length := options["length"]):
         options["length"] = lambda step: length
     return closing(TrainLoader(stream, **options))
 
