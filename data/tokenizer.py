@@ -101,8 +101,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         model_file(spec, TOKENIZER_CONFIG)  # into the same folder of the cache
         return Tokenizer(model_file(spec, TOKENIZER_FILE))
     raise UserError(
-        f"{str(spec)!r}: no such tokenizer here. Use gpt2, a FILE.json, a data folder, or a model's folder or name on "
-        "the hub."
+        f"{str(spec)!r}: no such tokenizer here. Use gpt2, a FILE.json, a data folder, or a model's folder or hub name."
     )
 
 

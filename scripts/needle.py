@@ -16,7 +16,6 @@ files are in RUN/needle/. The same command continues an interrupted fine-tuning 
 """
 
 import dataclasses
-import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -149,8 +148,9 @@ def fine_tune(
             for x, y, w in zip(inputs.split(size), targets.split(size), weights.split(size))
         )
         loss, grad_norm = optimizers.reduce(accumulate(losses))
-        optimizers.step(lr_factor(schedule, step), torch.isfinite(loss + grad_norm))
-        require(math.isfinite(loss + grad_norm), f"step {step + 1} is not finite. Train {folder.path.parent} again.")
+        is_finite = torch.isfinite(loss + grad_norm)
+        optimizers.step(lr_factor(schedule, step), is_finite)
+        require(is_finite, f"step {step + 1} is not finite. Train {folder.path.parent} again.")
         metrics.write({"step": step + 1, "train_loss": loss.item()})
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
             state = {"step": step + 1, "model": model.state_dict(), "optimizers": optimizers.state_dict()}

@@ -151,7 +151,7 @@ def with_evaluation(summary: dict, evaluation: dict) -> dict:
     """Return the summary with the results of scripts.evaluate: gains, and losses on as many tokens."""
     if evaluation.get("step") != f"step_{summary['steps']:06d}":
         return summary
-    return join(comparable(evaluation, summary), summary)
+    return join(comparable(evaluation, summary) | {"val_tokens": {}}, summary)
 
 
 def comparable(found: dict, other: dict) -> dict:
