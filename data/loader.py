@@ -60,7 +60,7 @@ class TrainLoader:
     """Iterates over steps: `next(loader)` returns the list of micro-batches of one step for one rank.
 
     A step has `batch_tokens // length` sequences in stream order. Rank r has the r-th contiguous share, cut in order
-    into micro-batches of up to `micro_batch_size` sequences. `length`: the tokens of a sequence by step.
+    into micro-batches of up to `micro_batch_size` sequences. `length` maps a step to tokens a sequence.
     Step 0 begins at token `first_token` of the stream. The first `next` returns step `start_step`. A thread reads
     two steps ahead, and `next` raises its errors. Copies to a CUDA device are asynchronous, from pinned memory.
 

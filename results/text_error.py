@@ -1,4 +1,4 @@
-"""Errors that the validation text gives to differences of losses: a bootstrap over blocks of the text."""
+"""Standard errors of loss differences over the validation text, by a bootstrap over its blocks."""
 
 from collections.abc import Iterable
 

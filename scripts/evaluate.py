@@ -102,7 +102,7 @@ def evaluate(
 
 
 def store(path: Path, result: dict):
-    """Write the result. The gains of this checkpoint in the file stay, and losses on the same number of tokens."""
+    """Write the result. The file keeps this checkpoint's other gains, and its losses on the same number of tokens."""
     old = read_record(path, REQUIRED["evaluation.json"])
     if old and old["step"] == result["step"]:
         result = join(comparable(old, result), result)

@@ -150,7 +150,7 @@ def fine_tune(
         loss, grad_norm = optimizers.reduce(accumulate(losses))
         is_finite = torch.isfinite(loss + grad_norm)
         optimizers.step(lr_factor(schedule, step), is_finite)
-        require(is_finite, f"step {step + 1} is not finite. Train {folder.path.parent} again.")
+        require(is_finite, f"step {step + 1} has a non-finite gradient. Train {folder.path.parent} again.")
         metrics.write({"step": step + 1, "train_loss": loss.item()})
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
             state = {"step": step + 1, "model": model.state_dict(), "optimizers": optimizers.state_dict()}

@@ -282,7 +282,7 @@ def far(study: Study) -> str:
 def far_rotation(study: Study) -> str:
     """Return the tables of the factorial and its losses against training tokens as Markdown.
 
-    Without a run that copies, as on books, the study is not that of the tests.
+    The tests were fixed for code. If no run copies, as on books, the page has neither tests nor the figure.
     """
     rules = ("p_rope", "logn_p_rope", SI)
     fast = [f"{rule} {FAST_OPTIONS}" for rule in rules]

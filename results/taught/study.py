@@ -283,7 +283,7 @@ def halves(study: Study) -> str:
 def reach_page(study: Study, tests: list[PairedTests], rivals: list[str]) -> str:
     """Return tables of losses and copy gains by length as Markdown. Sections have the tests.
 
-    A further section has the errors from the text of FAST minus the rivals.
+    Another section has FAST minus each rival in loss, with its error from the text (results/text_error.py).
     """
     for paired in tests:
         study.sections += paired.section()
