@@ -15,7 +15,7 @@ from scripts.shared.runs import read_runs
 SI = "scale_invariant_p_rope"
 PAPERS_TEN = "rope p_rope nope rope_ntk yarn logn_rope logn_p_rope logn_ntk".split() + ["alibi slope_scale=1", SI]
 LIMITS = {"README.md": 600} | dict.fromkeys(
-    "alibi.md tau.md needle.md gaussian.md newer_methods.md other_claims.md quickstart.md small.md".split(), 400
+    "alibi.md tau.md needle.md gaussian.md newer_methods.md other_claims.md quickstart.md".split(), 400
 )
 
 
