@@ -61,6 +61,7 @@ EXPLORATORY = [
     (SI, {"tau": 2.5}),
     (SI, {"tau": 40.0}),
     (NOPE, {}),
+    ("logn_rope", {}),
     ("rope", {"base": 500.0}),
     ("alibi", {"slope_scale": 16.0}),
     ("p_rope+factor", {"factor": 2.0}),
@@ -180,7 +181,8 @@ def tests(study: Study) -> list[PairedTests]:
     for series, by_seed in times.items():
         limited[series] = {seed: budget if time is None else time for seed, time in by_seed.items()}
 
-    measures = {f"loss, {16 * T} tokens (16x)": far, "far gain, class far": gains}
+    loss_label = f"loss, {16 * T} tokens (16x)"
+    measures = {loss_label: far, "far gain, class far": gains}
     primary = {"time to copy, M tokens": limited, f"loss, {T} tokens (1x)": near} | measures
     note = f" A run that does not copy counts with {budget:.1f} M tokens. Loss and far gain compare runs that copy "
     note += "with runs that copy."
@@ -188,6 +190,7 @@ def tests(study: Study) -> list[PairedTests]:
         primary_tests(study, primary, "nats or M tokens", note),
         PairedTests("Fast at far", FAST, [SI, "logn_p_rope", ALIBI, "bam_ssmax"], measures, "nats"),
         PairedTests("Xsa at far", XSA, [FAST], measures, "nats"),
+        PairedTests("All pairs", FAST, ["logn_rope"], {loss_label: far}, "nats"),
     ]
     return [paired._replace(left_out=LATER_SEEDS) for paired in found]
 

@@ -144,6 +144,7 @@ def tests(study: Study) -> list[PairedTests]:
     def later(title, ours, rivals, measures=far, left_out=(), note=KNOWN) -> PairedTests:
         return PairedTests(title, ours, rivals, measures, "nats", left_out, note)
 
+    loss_alone = {label: values for label, values in far.items() if label.startswith("loss")}
     slopes, two_seeds = "ALiBi has the slopes as above.", "Two seeds of fitted rotation were known."
     return [
         primary_tests(study, far, "nats"),
@@ -153,6 +154,7 @@ def tests(study: Study) -> list[PairedTests]:
         later("Fast rotation", FAST, ["rope", "logn_p_rope", ALIBI, "yarn"], left_out=[0]),
         later("Fast and moments", FAST_MOMENTS, [BOTH, LOGN_64, ALIBI, "yarn"], left_out=[0, 1]),
         later("Xsa", XSA, [FAST], left_out=[0]),
+        later("All pairs", FAST, ["logn_rope"], loss_alone, left_out=[0]),
     ]
 
 
