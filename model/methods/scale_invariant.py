@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from errors import require
 from model.methods.base import ScoreChange
 
-TAU = 10.0  # in tokens; the paper chose it at a training length of 4096 and names no other value
+TAU = 10.0  # in tokens; the paper chose it among 0.01 to 100, at a training length of 4096
 TERMS = ("both", "a", "m")
 
 
