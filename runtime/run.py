@@ -26,7 +26,7 @@ from model.gpt import GPT
 from model.scores import calibrate, calibrated_parameters
 from optim.sharded import Optimizers
 from runtime.build import Text, calibration_tokens, config_of, trains_alike
-from runtime.checkpoint import Progress, latest_checkpoint, load_checkpoint, load_newest, load_weights, save_checkpoint
+from runtime.checkpoint import Progress, latest_checkpoint, load_newest, load_weights, save_checkpoint
 from runtime.device import rng_state, set_rng_state
 from runtime.log import RunLog, num_parameters
 from runtime.metrics import numbers
@@ -346,10 +346,11 @@ class Run:
         (model/scores.py). Raise ValueError for a model of another shape.
         """
         # 1. Compare.
-        checkpoint = latest_checkpoint(folder / "checkpoints")
+        checkpoint, state, damaged = load_newest(folder / "checkpoints", self.world)
         if checkpoint is None:
             raise UserError(f"--init_from {folder} has no checkpoint. Name the folder of a trained run.")
-        state = load_checkpoint(checkpoint)
+        if damaged:
+            raise UserError(f"{damaged[0]} is damaged. Delete it to use {checkpoint}.")
         require("progress" in state, f"{checkpoint} is not of a run of train_gpt.py. Name the folder of such a run.")
         for field in ("vocab_size", "num_layers", "num_heads", "model_dim"):
             value = state["config"][field]

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measures what this page predicts, on one GPU. The most important numbers come first.
-#   bash results/gpu/measure.sh speed 340       timings of kernels and steps, one at a time, in at most so many seconds
-#   bash results/gpu/measure.sh curves 470      trains METHODS side by side for so many seconds; losses at 4k, 16k, 64k.
-#                                               300 seconds are start, compilation and validation
+#   bash results/gpu/measure.sh speed 280       timings of kernels and steps, one at a time, in at most so many seconds
+#   bash results/gpu/measure.sh curves 450      trains METHODS side by side for so many seconds; losses at 4k, 16k, 64k.
+#                                               280 seconds are start, compilation and validation
 #   bash results/gpu/measure.sh right           all code paths side by side, not timed (about 310 s on an H200)
 # DOCS and BOOKS: folders of GPT-2 tokens (see docs/train.md). OUT: the folder for logs, runs and timings.
 # DRY=1 tries this script with tiny models on a CPU. If .gpu/ holds text.tar.xz and ptxas.xz, they are unpacked first.
@@ -25,7 +25,7 @@ pack() {
 }
 total=${2:-600}
 start() { # NAME SECONDS COMMAND...: runs in the background, with a log and a time limit
-    local name=$1 limit=$2 left=$((total - $(since) - 10))
+    local name=$1 limit=$2 left=$((total - $(since) - 30)) # a run that is stopped saves first
     shift 2
     limit=$((limit < left ? limit : left))
     if [ -n "${DRY:-}" ]; then
@@ -75,6 +75,8 @@ P
 fi
 [ ! -e "$W/ptxas" ] || export TRITON_PTXAS_PATH=$W/ptxas
 docs=${DOCS:-$W/docs} books=${BOOKS:-$W/books}
+say "commit $(cat .gpu/commit 2>/dev/null || git rev-parse HEAD)"
+[ -n "${DRY:-}" ] || [ -e "$docs" ] || { say "There is no text in $docs. Set DOCS to a folder of GPT-2 tokens."; exit 2; }
 say "ready: $(nvidia-smi --query-gpu=name,memory.used,clocks.sm --format=csv,noheader 2>/dev/null || echo no GPU)"
 
 tiny=() attention=() lengths=(4096 16384 65536) micro=32768 small=8192 val_tokens=262144
@@ -161,27 +163,28 @@ speed)
     tiles=(flex:si "${tiles[@]/%/:si}")
     [ -z "${DRY:-}" ] || tiles=(flex:si)
     for kind in warm bench; do
-        rounds=3
+        rounds=5
         if [ $kind = warm ]; then
             rounds=1
-            export TORCHINDUCTOR_COMPILE_THREADS=5
+            export TORCHINDUCTOR_COMPILE_THREADS=4
         fi
-        time_step gpt_162m_4k 300 $((2 * micro)) p_rope scale_invariant_p_rope --steps 3 --rounds $rounds
-        time_attention kernels 200 --lengths "${lengths[@]::2}" --rounds $rounds --variants "${fused[@]}"
-        time_attention tiles 200 --lengths "${lengths[1]}" --rounds $rounds --variants "${tiles[@]}"
+        time_step gpt_162m_4k 150 $((8 * micro)) p_rope scale_invariant_p_rope --steps 1 --rounds $rounds
+        time_attention tiles 150 --lengths "${lengths[1]}" --rounds $rounds --variants "${tiles[@]}"
+        time_attention kernels 150 --lengths "${lengths[@]::2}" --rounds $rounds --variants "${fused[@]}"
+        if [ -z "${DRY:-}" ]; then
+            micro=65536 time_step gpt_162m_64k 150 65536 scale_invariant_p_rope --steps 1 --rounds $rounds
+            micro=57344 time_step gpt_304m_4k 150 57344 scale_invariant_p_rope --steps 1 --rounds $rounds
+        fi
         join
     done
     unset TORCHINDUCTOR_COMPILE_THREADS
-    if [ -z "${DRY:-}" ]; then
-        time_attention kernels_64k 100 --lengths "${lengths[2]}" --rounds 2 --variants flex:plain cudnn:plain flex:si
-        micro=65536 time_step gpt_162m_64k 150 65536 p_rope scale_invariant_p_rope --steps 1 --rounds 3
-        micro=57344 time_step gpt_304m_4k 150 57344 scale_invariant_p_rope --steps 1 --rounds 3
-    fi
-    cat "$W"/logs/bench-*.txt
+    [ -n "${DRY:-}" ] ||
+        time_attention kernels_64k 100 --lengths "${lengths[2]}" --rounds 3 --variants flex:plain cudnn:plain flex:si
+    cat "$W"/logs/bench-*.txt # what the first round printed is in logs.tgz alone
     ;;
 curves)
     # Four runs share the GPU, so a run has a quarter of the tokens that the time allows.
-    total=${2:-470} seed=${SEED:-0} batch=65536 size=32768
+    total=${2:-450} seed=${SEED:-0} batch=65536 size=32768
     [ -z "${DRY:-}" ] || batch=2048 size=1024 STEPS=${STEPS:-4}
     methods=(${METHODS:-rope logn_p_rope scale_invariant_p_rope scale_invariant_p_rope:form:barbero:share:0.25})
     # 280 s for start, check, compilation, validation and books; 25 % for taking turns on the GPU
@@ -199,18 +202,16 @@ curves)
         [ ${#parts[@]} = 1 ] || extra=(--method_options "${parts[@]:1}")
         [ "$entry" != rope ] || extra=(--validate_as rope_ntk yarn)
         rm -rf "${W:?}/runs/$name" # of an earlier call
-        start "$name" "$total" "$python" train_gpt.py small_4k --name "$name" --method "${parts[0]}" --seed "$seed" \
-            "${common[@]}" --steps "$steps" --save_every 0 --batch_tokens $batch --micro_batch_tokens $size \
-            --val_lengths "${lengths[@]}" --val_tokens $((4 * val_tokens)) --val_copy_gaps ${GAPS-} "${extra[@]}"
+        run=("$python" train_gpt.py small_4k --name "$name" --method "${parts[0]}" --seed "$seed" "${common[@]}"
+            --steps "$steps" --save_every 0 --batch_tokens $batch --micro_batch_tokens $size
+            --val_lengths "${lengths[@]}" --val_tokens $((4 * val_tokens)) --val_copy_gaps ${GAPS-} "${extra[@]}")
+        # A second kind of text, with long documents, as soon as this run ends.
+        other=("$python" -m scripts.evaluate "$W/runs/$name" --data "$books" --lengths "${lengths[@]}"
+            --val-tokens $((2 * val_tokens)))
+        start "$name" "$total" bash -c "${run[*]@Q} && ${other[*]@Q} >$W/logs/books-$name.txt 2>&1"
     done
     join
     losses "${names[@]}"
-    for name in "${names[@]}"; do # a second kind of text, with long documents
-        ls "$W/runs/$name"/checkpoints/*.pt >/dev/null 2>&1 && [ -e "$books" ] || continue
-        start "books-$name" 200 "$python" -m scripts.evaluate "$W/runs/$name" --data "$books" --lengths "${lengths[@]}" \
-            --val-tokens $((2 * val_tokens))
-    done
-    join
     cat "$W"/logs/books-*.txt
     ;;
 *)
