@@ -347,8 +347,7 @@ class Run:
         """
         # 1. Compare.
         checkpoint, state, damaged = load_newest(folder / "checkpoints", self.world)
-        if checkpoint is None:
-            raise UserError(f"--init_from {folder} has no checkpoint. Name the folder of a trained run.")
+        require(checkpoint, f"--init_from {folder} has no checkpoint. Name the folder of a trained run.")
         if damaged:
             raise UserError(f"{damaged[0]} is damaged. Delete it to use {checkpoint}.")
         require("progress" in state, f"{checkpoint} is not of a run of train_gpt.py. Name the folder of such a run.")

@@ -111,11 +111,8 @@ def store(path: Path, result: dict):
 
 def print_table(title: str, rows: list[tuple]):
     """Print a table with a row for each name: its cells by column. Names without cells are left out."""
-    lines, columns = [], {}
-    for name, cells in rows:
-        columns |= dict(zip(cells, cells))
-        if cells:
-            lines.append(([name], cells))
+    lines = [([name], cells) for name, cells in rows if cells]
+    columns = {key: key for _, cells in lines for key in cells}
     if lines:
         print(f"\n{title}:\n\n{pivot_table(['run'], lines, columns)}")
 
@@ -157,9 +154,8 @@ def print_copies(results: list[dict]):
 
 def as_method(result: dict, method: str) -> dict:
     """Return the result with the numbers of another method of validation."""
-    name = f"{result['name']} as {method}"
     numbers = {key.removesuffix("_as"): found[method] for key, found in result.items() if key.endswith("_as")}
-    return result | {"name": name} | numbers
+    return result | numbers | {"name": f"{result['name']} as {method}"}
 
 
 @exit_on_user_error()

@@ -37,8 +37,9 @@ def main():
     parser.add_runs()
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="runs.jsonl of a scale")
     args = parser.parse_args()
-    kept = {stored.path.name: stored.line for stored in read_runs(args.to)}
-    kept |= {path.name: make_line(read_run(path)) for path in args.runs}
+    lines = {path.name: make_line(read_run(path)) for path in args.runs}
+    require(len(lines) == len(args.runs), "Two runs have the same name. Rename the folder of one.")
+    kept = {stored.path.name: stored.line for stored in read_runs(args.to)} | lines
     args.to.parent.mkdir(parents=True, exist_ok=True)
     write_lines(args.to, kept.values())
     print(f"{args.to} holds {len(kept)} runs")
@@ -64,7 +65,7 @@ def make_line(stored: StoredRun) -> dict:
 
     # 2. Where and on which text the run was made.
     line |= {key: values for key in LOGGED if (values := stored.logged(key)) != ["unknown"]}
-    line["data"] = select(stored.data, DATA) or {"train": summary["data"]}
+    line["data"] = select(stored.data, DATA)
 
     # 3. The results, at the end and during training.
     line["val_tokens"] = single_val_tokens(summary)
@@ -77,9 +78,9 @@ def make_line(stored: StoredRun) -> dict:
         if {*val_tokens(record).values()} != {line["val_tokens"]}:  # a number as at the end is not repeated
             point["val_tokens"] = val_tokens(record)
         line["curve"].append(point)
-    ends = [record["step"] for record in line["curve"]][-1:]
     require(
-        ends == [config.steps], f"{stored.path}/metrics.jsonl lacks the validation after the last step. Restore it."
+        config.steps in [record["step"] for record in line["curve"]],
+        f"{stored.path}/metrics.jsonl lacks the validation after the last step. Restore it.",
     )
     if stored.needle:
         line["needle"] = select(stored.needle, NEEDLE)

@@ -71,6 +71,7 @@ def test_a_line_is_replaced_and_keeps_copy_gain_and_changed_fields(tmp_path, cal
     assert kept.summary["copy_gain"] == gain
     update_json(folder / "summary.json", val_loss=kept.summary["val_loss"] | {"256": 3.0})
     assert [run.summary["val_loss"]["256"] for run in keep_again()] == [3.0, 4.0]
+    assert call(keep_command, folder, folder, "--to", "twice.jsonl")[0] == 2
 
 
 @parametrize("damage", [
@@ -116,5 +117,6 @@ def test_committed_tables_follow_from_the_committed_lines(tmp_path, call, kept, 
 
 
 def test_kept_runs_are_runs_of_this_version():
-    for stored in [stored for file in KEPT for stored in read_runs(file)]:
-        assert stored.problems == () and stored.summary["val_loss"], stored.path
+    for file in KEPT:
+        for stored in read_runs(file):
+            assert stored.problems == () and stored.summary["val_loss"], stored.path

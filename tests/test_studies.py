@@ -110,10 +110,12 @@ taught | Both | {BOTH} | {SI} base=64; rope base=625; logn_p_rope base=64; {ALIB
 taught | Fast rotation | {FAST} | rope; logn_p_rope; {ALIBI}; yarn | {REACH} | 0
 taught | Fast and moments | {FAST_MOMENTS} | {BOTH}; logn_p_rope base=64; {ALIBI}; yarn | {REACH} | 0 1
 taught | Xsa | {XSA} | {FAST} | {REACH} | 0
+taught | All pairs | {FAST} | logn_rope | loss, 4096 tokens (16x) | 0
 far | Primary comparisons | {SI} | rope; logn_p_rope; {ALIBI} \
 | time to copy, M tokens; loss, 512 tokens (1x); {FAR} | 3 4 5 6
 far | Fast at far | {FAST} | {SI}; logn_p_rope; {ALIBI}; bam_ssmax | {FAR} | 3 4 5 6
 far | Xsa at far | {XSA} | {FAST} | {FAR} | 3 4 5 6
+far | All pairs | {FAST} | logn_rope | loss, 8192 tokens (16x) | 3 4 5 6
 taught_halves | Halves | {FAST} | {FAST} terms=m; {FAST} terms=a | {REACH} |
 taught_rotation | Tests | {SI} | logn_p_rope; p_rope | {ROTATION} | 0
 far_rotation | Tests | {SI} | logn_p_rope; p_rope | {ROTATION} | 3 4 5 6

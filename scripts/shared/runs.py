@@ -151,12 +151,12 @@ def with_evaluation(summary: dict, evaluation: dict) -> dict:
     """Return the summary with the results of scripts.evaluate: gains, and losses on as many tokens."""
     if evaluation.get("step") != f"step_{summary['steps']:06d}":
         return summary
-    # The counts are the summary's. An evaluation of an earlier version has one number for all lengths.
-    return join(comparable(evaluation, summary) | {"val_tokens": {}}, summary)
+    return join(comparable(evaluation, summary), summary)
 
 
 def comparable(found: dict, other: dict) -> dict:
     """Return the gains in `found`. Its losses are added if both records have the same number of validation tokens."""
+    found = found | {"val_tokens": val_tokens(found)}  # earlier versions kept one number for all lengths
     same = single_val_tokens(found) == single_val_tokens(other)
     prefixes = ("copy_", "far_", "riffle_", *["val_"] * same)
     return {name: value for name, value in found.items() if name.startswith(prefixes)}
