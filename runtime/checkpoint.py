@@ -123,5 +123,6 @@ def load_newest(folder: Path, world: World) -> tuple:
             return path, state, damaged
         damaged.append(path)
     if damaged:
-        raise DamagedCheckpoint(f"{damaged[0]} and all older ones are damaged. Delete them to start from step 0.")
+        problem = f"{damaged[0]} and all older ones are damaged"
+        raise DamagedCheckpoint(f"{problem}. Restore one, or delete them to start from step 0.")
     return None, {}, []

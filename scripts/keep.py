@@ -38,7 +38,7 @@ def main():
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="runs.jsonl of a scale")
     args = parser.parse_args()
     lines = {path.name: make_line(read_run(path)) for path in args.runs}
-    require(len(lines) == len(args.runs), "Two runs have the same name. Rename the folder of one.")
+    require(len(lines) == len(args.runs), "Two runs have the same name. Name a run once, or rename a folder.")
     kept = {stored.path.name: stored.line for stored in read_runs(args.to)} | lines
     args.to.parent.mkdir(parents=True, exist_ok=True)
     write_lines(args.to, kept.values())
@@ -65,21 +65,21 @@ def make_line(stored: StoredRun) -> dict:
 
     # 2. Where and on which text the run was made.
     line |= {key: values for key in LOGGED if (values := stored.logged(key)) != ["unknown"]}
-    line["data"] = select(stored.data, DATA)
+    line["data"] = select(stored.data, DATA) or {"train": summary["data"]}
 
     # 3. The results, at the end and during training.
     line["val_tokens"] = single_val_tokens(summary)
     line |= select(summary, SUMMARY)
     last = {field: stored.last(field) for field in ("val_loss_by_position", "method_parameters")}
     line |= select(last, last)
-    line["curve"] = []
+    line["curve"] = curve = []
     for record in stored.validations():
         point = select(record, CURVE)
         if {*val_tokens(record).values()} != {line["val_tokens"]}:  # a number as at the end is not repeated
             point["val_tokens"] = val_tokens(record)
-        line["curve"].append(point)
+        curve.append(point)
     require(
-        config.steps in [record["step"] for record in line["curve"]],
+        config.steps in [point["step"] for point in curve],
         f"{stored.path}/metrics.jsonl lacks the validation after the last step. Restore it.",
     )
     if stored.needle:

@@ -14,6 +14,7 @@ export PYTHONUNBUFFERED=1 TQDM_DISABLE=1 TORCHINDUCTOR_CACHE_DIR=$W/inductor TRI
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 [ "${1:-}" = speed ] || export TORCHINDUCTOR_COMPILE_THREADS=4 # by default, each of the processes takes all cores
 mkdir -p "$OUT" "$W/logs" "$W/bench"
+rm -f "$W/failed"
 python=${PYTHON:-python3}
 since() { echo $((SECONDS - began)); }
 say() { echo "[$(since) s] $*" | tee -a "$W/logs/all.txt"; }
@@ -37,7 +38,9 @@ start() { # NAME SECONDS COMMAND...: runs in the background, with a log and a ti
     (
         began_job=$(since)
         timeout "$limit" "$@" >"$W/logs/$name.txt" 2>&1
-        say "$name: exit $? after $(($(since) - began_job)) s"
+        code=$?
+        say "$name: exit $code after $(($(since) - began_job)) s"
+        [ $code = 0 ] || touch "$W/failed"
     ) &
     jobs+=($!)
     [ -z "${DRY:-}" ] || join # one after the other
@@ -75,8 +78,8 @@ P
 fi
 [ ! -e "$W/ptxas" ] || export TRITON_PTXAS_PATH=$W/ptxas
 docs=${DOCS:-$W/docs} books=${BOOKS:-$W/books}
-say "commit $(cat .gpu/commit 2>/dev/null || git rev-parse HEAD)"
-[ -n "${DRY:-}" ] || [ -e "$docs" ] || { say "There is no text in $docs. Set DOCS to a folder of GPT-2 tokens."; exit 2; }
+say "commit $(git rev-parse HEAD 2>/dev/null || cat .gpu/commit)"
+[ -e "$docs" ] && [ -e "$books" ] || { say "No text in $docs or $books. Set DOCS and BOOKS to GPT-2 tokens."; exit 2; }
 say "ready: $(nvidia-smi --query-gpu=name,memory.used,clocks.sm --format=csv,noheader 2>/dev/null || echo no GPU)"
 
 tiny=() attention=() lengths=(4096 16384 65536) micro=32768 small=8192 val_tokens=262144
@@ -201,14 +204,15 @@ curves)
         names+=("$name")
         [ ${#parts[@]} = 1 ] || extra=(--method_options "${parts[@]:1}")
         [ "$entry" != rope ] || extra=(--validate_as rope_ntk yarn)
-        rm -rf "${W:?}/runs/$name" # of an earlier call
+        rm -rf "${W:?}/runs/$name" "$W/logs/books-$name.txt" # of an earlier call
+        # A stopped run saves, so its shell waits for it.
         run=("$python" train_gpt.py small_4k --name "$name" --method "${parts[0]}" --seed "$seed" "${common[@]}"
             --steps "$steps" --save_every 0 --batch_tokens $batch --micro_batch_tokens $size
             --val_lengths "${lengths[@]}" --val_tokens $((4 * val_tokens)) --val_copy_gaps ${GAPS-} "${extra[@]}")
         # A second kind of text, with long documents, as soon as this run ends.
         other=("$python" -m scripts.evaluate "$W/runs/$name" --data "$books" --lengths "${lengths[@]}"
             --val-tokens $((2 * val_tokens)))
-        start "$name" "$total" bash -c "${run[*]@Q} && ${other[*]@Q} >$W/logs/books-$name.txt 2>&1"
+        start "$name" "$total" bash -c "trap : TERM; ${run[*]@Q} && ${other[*]@Q} >${W@Q}/logs/books-$name.txt 2>&1"
     done
     join
     losses "${names[@]}"
@@ -223,3 +227,4 @@ kill $packer
 wait $packer 2>/dev/null
 pack
 say "end: everything is in $OUT/logs.tgz"
+[ ! -e "$W/failed" ]

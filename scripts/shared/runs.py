@@ -89,9 +89,7 @@ def read_runs(place: Path) -> list[StoredRun]:
         lines = read_bytes(place).splitlines() if place.exists() else []
         return [read_line(place, number, line) for number, line in enumerate(lines, start=1)]
     require(not place.is_file(), f"{place}: the name of a file of runs ends in .jsonl. Rename it.")
-    if not place.exists():
-        return []
-    return [read_run(path) for path in sorted(place.iterdir()) if (path / "config.json").exists()]
+    return [read_run(path.parent) for path in sorted(place.glob("*/config.json"))]
 
 
 def read_line(file: Path, number: int, content: bytes) -> StoredRun:
