@@ -102,7 +102,6 @@ def test_a_run_that_cannot_be_evaluated_is_named(copied, tmp_path, refused):
 def test_losses_on_other_text_are_stored_apart(copied, tmp_path):
     books, code = make_data(tmp_path / "books", seed=1), make_data(tmp_path / "code", seed=2)
     call(copied, "--data", books)
-    assert not (copied / "evaluation.json").exists()
     found = read_json(copied / f"evaluation_{open_split(books, 'val', 64).fingerprint()}.json")
     assert (found["data"], found["step"], found["val_tokens"]) == (str(books), "step_000020", {"16": 256, "64": 256})
     for length in (16, 64):

@@ -217,7 +217,7 @@ NEXT = FUTURE.replace("v.mean(dim=2, keepdim=True).expand_as(q)", "v.roll(-1, di
 
 @parametrize("text, method, named", [
     (FUTURE, "future", "later tokens"), (NEXT, "future,rope,rope", "later tokens"),
-    ("import torch", "future", "0 subclasses"),
+    ("import torch", "future", "0 subclasses"), (FUTURE, "p_rope", "future"),
 ])
 def test_a_file_that_breaks_a_rule_is_not_trained(tmp_path, text, method, named, capsys):
     (tmp_path / "future.py").write_text(text)

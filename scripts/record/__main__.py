@@ -87,6 +87,7 @@ def train_seeds(args: argparse.Namespace, track: str, seeds: list[int], mechanis
 
     # 2. The runs, and a check of their costs and data.
     method = canonical_name(args.fields.get("method") or mechanism)
+    require(mechanism in method, f"--method {method} does not use the file. Use --method {method}+{mechanism}.")
     settings = tracks.TRACKS[track]
     changes = settings.changes | args.fields | {"method": method}
     runs = [Run(settings.preset, changes | {"seed": seed}) for seed in seeds]
